@@ -18,9 +18,9 @@ FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 demo: $(VENV)/.run
 	$(BIN)/kvtier demo $(ARGS)
 
-# The same with a store behind the host tier: an engine is killed, another one shares its blocks.
+# The same with a remote tier: an engine is killed, another one shares its blocks.
 demo-shared: $(VENV)/.run
-	@$(SET_UP) install "what serves, and the store" -e '.[serve,store]'
+	@$(SET_UP) install "what serves, and the store" -e '.[serve,remote]'
 	$(BIN)/kvtier demo --shared $(ARGS)
 
 # What these tools keep between runs lies in the venv: the source tree may be read-only.

@@ -31,11 +31,12 @@ from kvtier.device import check_device_memory
 from kvtier.errors import ConfigError
 from kvtier.journal import Journal
 from kvtier.keys import KeyChain
+from kvtier.options import refuse
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
-from kvtier.remote.block_store import BlockStore
-from kvtier.remote.opening import open_remote, store_namespace
+from kvtier.remote.block_store import Backend
+from kvtier.remote.opening import open_remote, remote_namespace
 from kvtier.settings import read_settings
 from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
@@ -59,8 +60,8 @@ class KVCache:
     ``key_secret``        bytes that key the hash, one at least; random per process unless given.
     ``copy_engine``       "threads", "simulated", "null", on a GPU "cuda", or a function from ``TierMemory`` to a copy
                           engine; default: the engine that suits the device.
-    ``store_uri``         a store behind the host tier, such as "file:///var/kv", "s3://bucket/prefix" or
-                          "mooncake://host:port", or a ``BlockStore``; it needs ``model_id`` and ``key_secret``. Caches
+    ``remote_uri``         a remote tier, such as "file:///var/kv", "s3://bucket/prefix" or
+                          "mooncake://host:port", or a ``Backend``; it needs ``model_id`` and ``key_secret``. Caches
                           with the same two, the same groups and the same store share their blocks.
     ``journal_events``    how many of the newest events ``journal`` keeps, for ``explain``; about 500 bytes each.
 
@@ -83,9 +84,11 @@ class KVCache:
         key_secret: bytes | None = None,
         copy_engine: MakesEngine | str | None = None,
         journal_events: int = 0,
-        store_uri: str | BlockStore | None = None,
+        remote_uri: str | Backend | None = None,
+        **unknown: Any,
     ) -> None:
-        settings = read_settings(**{name: value for name, value in locals().items() if name != "self"})
+        refuse("KVCache", unknown)
+        settings = read_settings(**{name: value for name, value in locals().items() if name not in ("self", "unknown")})
         self.journal = Journal(journal_events)
         """The newest events of requests and copies, for ``explain``; none unless ``journal_events`` is given."""
         self.checks = Checks(settings.audit_level)
@@ -106,8 +109,8 @@ class KVCache:
             with self._device_tier.room():
                 chain = KeyChain(spec, model_id, key_secret)
                 self._open_books(engine, settings.deadline_s, chain, store)
-                if store_uri is not None and key_secret is not None:
-                    self._open_store(store_uri, chain, key_secret, settings.deadline_s)
+                if remote_uri is not None and key_secret is not None:
+                    self._open_backend(remote_uri, chain, key_secret, settings.deadline_s)
             self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
         except BaseException:
             self._guard.give_up()
@@ -159,12 +162,12 @@ class KVCache:
         books = self._pools, self._host, self._connector
         self._coordinator = Coordinator(self.spec, *books, chain, store, move, self.journal)
 
-    def _open_store(self, uri: str | BlockStore, chain: KeyChain, secret: bytes, deadline_s: float) -> None:
+    def _open_backend(self, uri: str | Backend, chain: KeyChain, secret: bytes, deadline_s: float) -> None:
         assert self._host is not None and self._host_arena is not None and self._connector.engine is not None
-        self.store_namespace = store_namespace(chain, self.spec, secret)
+        self.remote_namespace = remote_namespace(chain, self.spec, secret)
         remote = open_remote(uri, chain, secret, self.spec, self._host, self._memory, self._connector, deadline_s)
         self._guard.also(self, remote.close)
-        self._coordinator.use_store(remote)
+        self._coordinator.use_remote(remote)
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -225,7 +228,7 @@ class KVCache:
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
             link=None if self._connector.engine is None else self._connector.engine.link_stats(),
-            store=None if self._coordinator.remote is None else self._coordinator.remote.stats(),
+            remote=None if self._coordinator.remote is None else self._coordinator.remote.stats(),
             warmup_s=self.warmup_s,
         )
 
@@ -269,11 +272,11 @@ class KVCache:
         return as_made(self._connector.engine)
 
     @property
-    def has_store(self) -> bool:
-        """Whether there is a store behind the host tier."""
+    def has_remote(self) -> bool:
+        """Whether there is a remote tier."""
         return self._coordinator.remote is not None
 
-    def flush_store(self) -> None:
+    def flush_remote(self) -> None:
         """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
 
         Call it from the scheduling thread, and go on with ``schedule`` or ``poll`` until ``has_work`` is False.
@@ -284,7 +287,7 @@ class KVCache:
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
-        What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
+        What takes longer to fetch from the remote is computed. Raises ``ConfigError`` for what is no function.
         """
         estimate = Estimate(seconds)
         if self._coordinator.seeker is not None:

@@ -48,14 +48,14 @@ class Hit:
     tokens: int
     device_tokens: int
     host_tokens: int
-    store_tokens: int
+    remote_tokens: int
     computed_tokens: int
     """Known tokens that it did not find."""
     full_tokens: int
     limited_by: str
     missing_from: int
     sources: list[tuple[int, int, str]]
-    """The known tokens as runs (start, end, source): "device", "host", "store" or "computed"."""
+    """The known tokens as runs (start, end, source): "device", "host", "remote" or "computed"."""
     load: Load | None
     recompute_s: float | None
     """What computing the hit's tokens would have taken; None if nobody knows."""
@@ -272,7 +272,7 @@ class _Teller:
                 load.seconds, load.error = ended.seconds, ended.error
         self.told.state = "loading" if load else "running"
         sources = _runs(fact)
-        by_tier = dict.fromkeys(("device", "host", "store", "computed"), 0)
+        by_tier = dict.fromkeys(("device", "host", "remote", "computed"), 0)
         for start, end, tier in sources:
             by_tier[tier] += end - start
         self.told.hits.append(
@@ -282,7 +282,7 @@ class _Teller:
                 tokens=fact.hit_tokens,
                 device_tokens=by_tier["device"],
                 host_tokens=by_tier["host"],
-                store_tokens=by_tier["store"],
+                remote_tokens=by_tier["remote"],
                 computed_tokens=fact.known_tokens - fact.hit_tokens,
                 full_tokens=fact.full_tokens,
                 limited_by=fact.limited_by,

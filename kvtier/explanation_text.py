@@ -65,7 +65,7 @@ def _wait(wait: Wait) -> str:
 def _hit(hit: Hit) -> list[str]:
     first = f"admitted: {hit.tokens:,} of {hit.known_tokens:,} tokens hit"
     if hit.tokens:
-        store = f", {hit.store_tokens:,} in the store" if hit.store_tokens else ""
+        store = f", {hit.remote_tokens:,} in the store" if hit.remote_tokens else ""
         first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier{store})"
     found = [first]
     if hit.limited_by and hit.missing_from == 0 == hit.full_tokens:

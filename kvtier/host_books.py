@@ -37,7 +37,7 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.gpu_pool.row_state import geometry_of
 from kvtier.host_parts import HostParts, Rows
 from kvtier.host_plan import HostPlan
-from kvtier.host_store import HostStore
+from kvtier.host_store import RemoteDoor
 from kvtier.host_text import HostText
 from kvtier.journal import Journal
 from kvtier.layout import Layout
@@ -48,7 +48,7 @@ from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.tier import RemoteTier
-from kvtier.stats import LatencyStats, PoolStats, StoreStats, TransferStats
+from kvtier.stats import LatencyStats, PoolStats, RemoteStats, TransferStats
 
 KeyArray = npt.NDArray[np.uint64]
 
@@ -74,8 +74,8 @@ class HostTierStats:
     load_latency: LatencyStats
     store_latency: LatencyStats
     stores_hang: bool
-    store: StoreStats | None = None
-    """Of the store behind the host tier; None without one."""
+    remote: RemoteStats | None = None
+    """Of the remote tier; None without one."""
 
 
 class HostBooks:
@@ -117,9 +117,9 @@ class HostBooks:
         return self._connector.counts
 
     @property
-    def store_counts(self) -> RemoteCounts | None:
-        """Counters of the store behind the tier, as they stand; None without one."""
-        return None if self._parts.store is None else self._parts.store.remote.counts
+    def remote_counts(self) -> RemoteCounts | None:
+        """Counters of the remote behind the tier, as they stand; None without one."""
+        return None if self._parts.door is None else self._parts.door.remote.counts
 
     @property
     def hit_tokens(self) -> int:
@@ -131,31 +131,31 @@ class HostBooks:
         """Tokens per key."""
         return self.spec.hash_tokens
 
-    def text(self, keys: KeyArray, with_store: bool = True) -> HostText:
-        """Follows a token sequence of these keys. ``with_store``: whether the store may have it, if there is one."""
+    def text(self, keys: KeyArray, with_remote: bool = True) -> HostText:
+        """Follows a token sequence of these keys. ``with_remote``: whether the remote may have it, if there is one."""
         self._parts.check_open()
-        return HostText(self._parts, keys, with_store)
+        return HostText(self._parts, keys, with_remote)
 
-    def _use_store(self, remote: RemoteTier) -> None:
-        self._parts.store = HostStore(remote, self._nothing)
+    def _use_remote(self, remote: RemoteTier) -> None:
+        self._parts.door = RemoteDoor(remote, self._nothing)
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
-        What takes longer to fetch from the store is computed. Raises ``ConfigError`` for what is no function.
+        What takes longer to fetch from the remote is computed. Raises ``ConfigError`` for what is no function.
         """
         estimate = Estimate(seconds)
-        if self._parts.store is not None:
-            self._parts.store.estimate_compute(estimate)
+        if self._parts.door is not None:
+            self._parts.door.estimate_compute(estimate)
 
-    def flush_store(self) -> None:
+    def flush_remote(self) -> None:
         """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
 
         From the thread of ``poll``, with which the engine goes on until ``has_work`` is False; then it may ``close``.
         """
         self._parts.check_open()
-        if self._parts.store is not None:
-            self._parts.store.remote.flush()
+        if self._parts.door is not None:
+            self._parts.door.remote.flush()
 
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
         """The engine is about to write device blocks, int32 [n] each: the writes come after the stores that read them.
@@ -169,8 +169,8 @@ class HostBooks:
         self._parts.check_open()
         self._pools.tick()
         self._connector.poll()
-        if self._parts.store is not None:
-            self._parts.store.poll(self._connector.ledger.num_settled)
+        if self._parts.door is not None:
+            self._parts.door.poll(self._connector.ledger.num_settled)
         self._connector.submit_planned()
         failures, loaded, failed, released = self._connector.take_failed_loads(), [], {}, []
         for ticket, told in list(self._parts.loads.items()):
@@ -188,9 +188,9 @@ class HostBooks:
         return Ended(tuple(loaded), failed, tuple(released))
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until a copy ends, the store tells something, or ``wake`` is called; ``timeout_s`` seconds at most."""
+        """Sleeps until a copy ends, the remote has news, or ``wake`` is called; ``timeout_s`` seconds at most."""
         self._parts.check_open()
-        due_s = float("inf") if self._parts.store is None else self._parts.store.due_s()
+        due_s = float("inf") if self._parts.door is None else self._parts.door.due_s()
         self._connector.wait(min(wait_seconds(timeout_s), due_s))
 
     def wake(self) -> None:
@@ -201,10 +201,10 @@ class HostBooks:
     def has_work(self) -> bool:
         """Whether copies are under way that are not overdue, or ends of loads are still to be reported.
 
-        Moves to and from the store count, too. The release of a load that was given up does not count. False after
+        Moves to and from the remote count, too. The release of a load that was given up does not count. False after
         ``close``.
         """
-        store = self._parts.store
+        store = self._parts.door
         if self._parts.is_closed:
             return False
         if store is not None and store.remote.num_progressing:
@@ -219,8 +219,8 @@ class HostBooks:
         """
         self._parts.check_open()
         self._connector.reset()
-        if self._parts.store is not None:
-            self._parts.store.remote.reset()
+        if self._parts.door is not None:
+            self._parts.door.remote.reset()
 
     def stats(self) -> HostTierStats:
         """A snapshot; from any thread."""
@@ -233,7 +233,7 @@ class HostBooks:
             load_latency=latencies[Direction.LOAD].stats(),
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
-            store=None if self._parts.store is None else self._parts.store.remote.stats(),
+            remote=None if self._parts.door is None else self._parts.door.remote.stats(),
         )
 
     def audit(self) -> list[Violation]:
@@ -245,7 +245,7 @@ class HostBooks:
         transfers = list(self._connector.ledger.live())
         copies = Copies.of_all(transfers, self._connector.ledger.epoch)
         held = [tier.entries(hit.groups, hit.hosts) for hit in self._parts.held.values()]
-        remote = RemoteMoves(tier, None if self._parts.store is None else self._parts.store.remote)
+        remote = RemoteMoves(tier, None if self._parts.door is None else self._parts.door.remote)
         found += check_counters(tier, self._arena)
         owners = np.concatenate([host_owners(tier, copies, remote.owners), *held])
         found += audit_pools(tier, owners, list(self.stats().host.values()))

@@ -58,7 +58,7 @@ class HostBytes:
             on_device, on_host = plan.fragments.on_device(memory), plan.fragments.on_host(arena.bytes, plan.layout)
             memory_of_both = TierMemory(on_device, on_host, plan.verifies)
             self.blocks = HostBlocks(memory_of_both, arena, plan.fragments)
-            """Its host blocks, for a store."""
+            """Its host blocks, for a remote."""
             engine = self._guard.build_engine(self, memory_of_both)
             self.engine = FragmentEngine(engine, plan.fragments)
             """Copies whole blocks."""

@@ -23,7 +23,7 @@ from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.errors import CacheClosed, InvalidRequest
 from kvtier.forks import of_another_process, watch
-from kvtier.host_store import HostStore
+from kvtier.host_store import RemoteDoor
 from kvtier.pools.block_pool import Ids
 
 Int64s = npt.NDArray[np.int64]
@@ -46,8 +46,8 @@ class HostHit:
     """A store is still writing some of it: ask again later, or do without."""
     is_sought: bool = False
     """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
-    from_store: int = 0
-    """Its last tokens, which the tier did not have when the text asked the store."""
+    from_remote: int = 0
+    """Its last tokens, which the tier did not have when the text asked the remote."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,7 +75,7 @@ class HostParts:
     loads: dict[int, bool] = field(default_factory=dict)
     """By ticket: whether its end was reported, and only its release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
-    store: HostStore | None = None
+    door: RemoteDoor | None = None
     is_closed: bool = False
     num_texts: int = 0
     why: str = "the host tier is closed"

@@ -1,4 +1,4 @@
-"""A store behind a host tier of an engine with its own memory: what it is offered, and what is asked of it.
+"""A remote behind a host tier of an engine with its own memory: what it is offered, and what is asked of it.
 
 Owns       the tier behind the host tier, and a question for each text that has asked.
 Promises   a text asks once. It waits for answers as ``seek`` says, then for its fetch. After a reset it waits for
@@ -31,7 +31,7 @@ class Sought:
     seek: Seek | None = None
 
 
-class HostStore:
+class RemoteDoor:
     """``remote``: behind the host pools. ``nothing``: pools of the same groups without content."""
 
     def __init__(self, remote: RemoteTier, nothing: BlockPools) -> None:
@@ -44,7 +44,7 @@ class HostStore:
         self._seeker.compute_s = seconds
 
     def is_waiting(self, text: Sought) -> bool:
-        """Whether the text should wait for the store. Asks it, or fetches, if that is due."""
+        """Whether the text should wait for the remote. Asks it, or fetches, if that is due."""
         if text.seek is not None:
             self.remote.poll()
         waits = self._seeker.is_waiting(text)
@@ -67,7 +67,7 @@ class HostStore:
         self.remote.pump(settled)
 
     def due_s(self) -> float:
-        """Seconds until ``poll`` has something to do, or a text waits no more, whatever the store tells; or inf."""
+        """Seconds until ``poll`` has something to do, or a text waits no more, whatever the remote tells; or inf."""
         if self.remote.has_due:
             return 0.0
         now = self.remote.now()

@@ -33,10 +33,10 @@ class HostText:
     No two keys are equal. Close each text: until then its hit stays held.
     """
 
-    def __init__(self, parts: HostParts, keys: KeyArray, with_store: bool = True) -> None:
+    def __init__(self, parts: HostParts, keys: KeyArray, with_remote: bool = True) -> None:
         self._parts = parts
-        self._with_store = flag(with_store, "with_store")
-        self._sought: Sought | None = None  # what it has asked the store
+        self._with_remote = flag(with_remote, "with_remote")
+        self._sought: Sought | None = None  # what it has asked the remote
         self._keys = joined_keys(NO_KEYS, keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
@@ -54,25 +54,25 @@ class HostText:
 
     # --- what is there ----------------------------------------------------------------------------
 
-    def match(self, start: int, num_tokens: int, ask_store: bool = False) -> HostHit:
+    def match(self, start: int, num_tokens: int, ask_remote: bool = False) -> HostHit:
         """The longest hit beyond ``start``; at least one of ``num_tokens`` is left. The device has all tokens before
         ``start``.
 
         It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
-        ``ask_store``: if the hit is short of the text, the store behind the tier is asked, once. Until it has answered
+        ``ask_remote``: if the hit is short of the text, the remote is asked, once. Until it has answered
         (for half the time that the tokens take to compute, ``HostTier.estimate_compute``), and until what it has has
         come into the tier, the hit is empty and ``is_sought``.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
         start, num_tokens = whole(start, "start"), whole(num_tokens, "num_tokens")
-        flag(ask_store, "ask_store")
+        flag(ask_remote, "ask_remote")
         self.drop()
         num_tokens = min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1)
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
-        store = parts.store if ask_store and self._with_store else None
+        store = parts.door if ask_remote and self._with_remote else None
         if store is not None and self._sought is not None and store.is_waiting(self._sought):
             return replace(nothing, is_sought=True)
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
@@ -86,7 +86,7 @@ class HostText:
             return nothing
         had = found.num_tokens if self._sought is None else max(start, self._sought.found.num_tokens)
         new = max(0, found.num_tokens - had)
-        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending, from_store=new)
+        hit = HostHit(start, found.num_tokens, found.groups, found.at, found.host, found.pending, from_remote=new)
         if not hit.is_pending:
             self._hold(hit)
         return hit
@@ -188,10 +188,10 @@ class HostText:
             parts.stores.touch_or_store(groups, there, self._names(groups, at), np.zeros(len(at), bool))
         if ends:
             self._cool(ends)
-        if parts.store is not None and self._with_store:
-            parts.store.offer(self._keys, boundaries | ends, self._sought)
+        if parts.door is not None and self._with_remote:
+            parts.door.offer(self._keys, boundaries | ends, self._sought)
             if self._went_on_from < min(ends, default=0):
-                parts.store.supersede(self._keys, self._went_on_from, parts.wanted.has)
+                parts.door.supersede(self._keys, self._went_on_from, parts.wanted.has)
 
     def _blocks(self, worth: list[tuple[int, Int64s]], blocks_of: BlocksOf) -> tuple[Ids, Int64s, Ids]:
         """The engine's blocks of these logical ones, as far as they are there: groups, logical blocks, blocks."""
@@ -234,7 +234,7 @@ class HostText:
         self._passing |= {b for b in ends if self._key(b) not in parts.wanted}
 
     def disown(self) -> set[int]:
-        """Its K and V are wrong: nothing under its keys is found again, here or in the store behind the tier.
+        """Its K and V are wrong: nothing under its keys is found again, here or in the remote.
 
         Returns the tickets of the copies under way that bring some of it: such a load fails.
         """
@@ -245,8 +245,8 @@ class HostText:
         counts = [known // group.block_tokens for group in parts.spec.groups]
         groups = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         outdated = parts.connector.disown(groups, self._names(groups, np.concatenate([np.arange(n) for n in counts])))
-        if parts.store is not None and self._with_store:
-            parts.store.remote.disown(self._keys)
+        if parts.door is not None and self._with_remote:
+            parts.door.remote.disown(self._keys)
         return outdated
 
     def close(self) -> None:

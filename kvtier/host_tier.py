@@ -7,7 +7,7 @@ Promises   what they promise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,9 @@ from kvtier.cpu_offload.outside import OutsideGroup
 from kvtier.host_books import HostBooks
 from kvtier.host_bytes import HostBytes, memory_bytes
 from kvtier.host_plan import HostPlan
-from kvtier.options import check_identity, seconds
-from kvtier.remote.block_store import BlockStore
-from kvtier.remote.check import check_store
+from kvtier.options import check_identity, refuse, seconds
+from kvtier.remote.block_store import Backend
+from kvtier.remote.check import check_remote
 from kvtier.remote.opening import open_outside
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ class HostTier(HostBooks):
     ``verify``        "full": a checksum per stored block, checked after each load before it is reported.
     ``deadline_s``    seconds after which a copy is given up.
     ``copy_engine``   as ``KVCache``'s.
-    ``store_uri``     a store behind it, such as "file:///var/kv": engines with the same groups, ``model_id`` and
+    ``remote_uri``     a remote tier, such as "file:///var/kv": engines with the same groups, ``model_id`` and
                       ``key_secret`` share it (``HostText.match``).
     ``model_id``      names all that shapes the bytes of blocks, and the making of keys: weights, dtype, kernels.
-    ``key_secret``    bytes that name the store's objects, the same in all engines that share it.
+    ``key_secret``    bytes that name the remote's objects, the same in all engines that share it.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -51,35 +51,37 @@ class HostTier(HostBooks):
         verify: str = "full",
         deadline_s: float = 30.0,
         copy_engine: MakesEngine | str | None = None,
-        store_uri: str | BlockStore | None = None,
+        remote_uri: str | Backend | None = None,
         model_id: str = "",
         key_secret: bytes | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse("HostTier", unknown)
         limit = seconds(deadline_s, "deadline_s")
         check_identity(model_id, key_secret)
-        if store_uri is not None:
-            check_store(store_uri, True, "cpu", model_id, key_secret)
+        if remote_uri is not None:
+            check_remote(remote_uri, True, "cpu", model_id, key_secret)
         plan = HostPlan(groups, memory_bytes(memory), host_memory, verify)
         self._bytes = HostBytes(plan, memory, copy_engine)
         try:
             super().__init__(plan, self._bytes.engine, limit)
-            if store_uri is not None and key_secret is not None:
-                self._open_store(store_uri, model_id, key_secret)
+            if remote_uri is not None and key_secret is not None:
+                self._open_backend(remote_uri, model_id, key_secret)
         except BaseException:
             self._bytes.close()
             raise
 
-    def _open_store(self, uri: str | BlockStore, model_id: str, secret: bytes) -> None:
+    def _open_backend(self, uri: str | Backend, model_id: str, secret: bytes) -> None:
         parts = self.spec, self._pools, self._bytes.blocks, self._connector, self._deadline_s
         remote = open_outside(uri, model_id, secret, *parts)
         self._bytes.also(remote.close)
-        self._use_store(remote)
+        self._use_remote(remote)
 
     def close(self) -> None:
         """Ends all copies, in 30 s at most, and gives the host memory back, unless a copy may still write there.
 
         Called again, it looks again, for a moment, if memory could not be given back. From any thread. What is still to
-        be spilled is given up: see ``flush_store``.
+        be spilled is given up: see ``flush_remote``.
         """
         self._parts.is_closed = True
         self._connector.wake()

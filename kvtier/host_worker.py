@@ -27,10 +27,10 @@ from kvtier.errors import ConfigError
 from kvtier.host_bytes import HostBytes
 from kvtier.host_plan import HostPlan
 from kvtier.options import check_identity, seconds, wait_seconds
-from kvtier.remote.block_store import BlockStore
+from kvtier.remote.block_store import Backend
 from kvtier.remote.check import check_uri
 from kvtier.remote.opening import open_worker
-from kvtier.remote.relay import StoreWorker
+from kvtier.remote.relay import RemoteWorker
 from kvtier.stats import LinkStats
 
 if TYPE_CHECKING:
@@ -83,31 +83,31 @@ class HostWorker:
         self._wiper = Wiper(self._engine)
         self._under_way: dict[int, _UnderWay] = {}
         self._refused: list[Outcome] = []
-        self._store: StoreWorker | None = None
+        self._backend: RemoteWorker | None = None
 
-    def use_store(self, uri: str | BlockStore, key_secret: bytes, rank: int = 0) -> None:
+    def use_remote(self, uri: str | Backend, key_secret: bytes, rank: int = 0) -> None:
         """The store that the books use; ``rank``: this worker's number, from 0 on. Once. Raises ``ConfigError``."""
         self._bytes.check_here()
-        if self._store is not None:
-            raise ConfigError("this worker has a store already")
+        if self._backend is not None:
+            raise ConfigError("this worker has a remote already")
         check_uri(uri)
         check_identity("", key_secret)
         number = integer(rank)
         if number is None or number < 0 or key_secret is None:
-            raise ConfigError(f"a store needs key_secret, and rank, a number from 0 on, got {shown(rank)}")
-        self._store = open_worker(uri, key_secret, self._bytes.blocks, number, self._engine.wake)
-        self._bytes.also(self._store.close)
+            raise ConfigError(f"a remote needs key_secret, and rank, a number from 0 on, got {shown(rank)}")
+        self._backend = open_worker(uri, key_secret, self._bytes.blocks, number, self._engine.wake)
+        self._bytes.also(self._backend.close)
 
     def begin(self, orders: Orders) -> None:
         """Before the caller's next writes: submits the stores, and orders these writes after ``orders.after``.
 
-        Begins too what is to go to or come from the store, between which and the device there is no order.
+        Begins too what is to go to or come from the remote, between which and the device there is no order.
         """
         self._bytes.check_here()
         check_type(orders, Orders, "orders")
         self._submit(orders, is_load=False)
-        if self._store is not None:
-            self._store.begin(orders.parcels)
+        if self._backend is not None:
+            self._backend.begin(orders.parcels)
         waited = [ticket for ticket in orders.after if ticket in self._under_way]
         end_s = self._engine.now() + min(self._deadline_s, ORDER_S)
         for ticket in waited:
@@ -124,7 +124,7 @@ class HostWorker:
         """Ends since the last call; never waits."""
         self._bytes.check_here()
         report, loaded, failed = Report(), list[int](), dict[int, str]()
-        for ticket, receipt in ({} if self._store is None else self._store.poll()).items():
+        for ticket, receipt in ({} if self._backend is None else self._backend.poll()).items():
             report.add_receipt(ticket, receipt)
         begun, self._refused = self._refused, []
         for outcome in (*begun, *self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)):
@@ -146,18 +146,18 @@ class HostWorker:
         return Ended(tuple(loaded), failed, report)
 
     def wait(self, timeout_s: float) -> None:
-        """Until a copy ends or the store tells something, at most ``timeout_s`` seconds; at once if nothing is under
+        """Until a copy ends or the remote tells something, at most ``timeout_s`` seconds; at once if nothing is under
         way."""
         self._bytes.check_here()
         seconds = wait_seconds(timeout_s)
-        moves = 0 if self._store is None else self._store.num_live
+        moves = 0 if self._backend is None else self._backend.num_live
         if (self._under_way or moves) and not self._refused:
             self._engine.wait(min(seconds, LONGEST_WAIT_S))
 
     @property
     def num_under_way(self) -> int:
-        """Copies, and moves to and from the store, without an end so far."""
-        return len(self._under_way) + (0 if self._store is None else self._store.num_live)
+        """Copies, and moves to and from the remote, without an end so far."""
+        return len(self._under_way) + (0 if self._backend is None else self._backend.num_live)
 
     def link_stats(self) -> LinkStats | None:
         """Known facts of the link; None if there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvtier._integers import number, shown
@@ -30,6 +31,19 @@ CHOICES = {
     "on_load_error": ("recompute", "fail"),
 }
 MOST_SECONDS = 2**62
+
+
+FORMER_NAMES = {"store_uri": "remote_uri"}
+"""Options of the days before there was one word a tier, and their names now."""
+
+
+def refuse(call: str, unknown: Collection[str]) -> None:
+    """Raises what a call with ``unknown`` options raises: ``ConfigError`` if one has another name now, else
+    ``TypeError``, as Python does."""
+    for name in unknown:
+        if name in FORMER_NAMES:
+            raise ConfigError(f"{name} is called {FORMER_NAMES[name]}")
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
 
 
 def check_spec(spec: object) -> None:

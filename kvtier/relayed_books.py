@@ -19,14 +19,14 @@ from kvtier.host_books import HostBooks
 from kvtier.host_plan import HostPlan, check_plan
 from kvtier.options import check_identity, seconds
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import BlockStore
-from kvtier.remote.check import check_store
+from kvtier.remote.block_store import Backend
+from kvtier.remote.check import check_remote
 from kvtier.remote.opening import open_relayed
-from kvtier.remote.relay import RelayedStore
+from kvtier.remote.relay import RelayedBackend
 
 MOST_WORKERS = 2**16
 CLOSE_S = 5.0
-"""Its own questions to the store have so long to end; they touch no memory of the tier."""
+"""Its own questions to the remote have so long to end; they touch no memory of the tier."""
 
 
 class RelayedBooks(HostBooks):
@@ -39,21 +39,21 @@ class RelayedBooks(HostBooks):
             raise ConfigError(f"workers must be an integer in 1..{MOST_WORKERS:,}, got {shown(workers)}")
         self._workers = number
         self._relay = RelayEngine(number)
-        self._relayed: RelayedStore | None = None
+        self._relayed: RelayedBackend | None = None
         super().__init__(plan, self._relay, limit)
 
-    def use_store(self, uri: str | BlockStore, model_id: str, key_secret: bytes) -> None:
-        """Puts a store behind the workers' host memory; each of them opens it, too. Once, before the first text.
+    def use_remote(self, uri: str | Backend, model_id: str, key_secret: bytes) -> None:
+        """Puts a remote behind the workers' host memory; each of them opens it, too. Once, before the first text.
 
         The arguments are as ``HostTier``'s. Raises ``ConfigError``.
         """
         if self._relayed is not None:
-            raise ConfigError("there is a store already")
+            raise ConfigError("there is a remote already")
         check_identity(model_id, key_secret)
-        check_store(uri, True, "cpu", model_id, key_secret)
+        check_remote(uri, True, "cpu", model_id, key_secret)
         parts = self.spec, self._pools, self._connector, self._deadline_s, self._workers
         remote, self._relayed = open_relayed(uri, model_id, key_secret, *parts)
-        self._use_store(remote)
+        self._use_remote(remote)
 
     def take_orders(self) -> Orders:
         """Everything to be done since the last call, with planned stores as far as the link may be busy with them."""
@@ -79,9 +79,9 @@ class RelayedBooks(HostBooks):
     def close(self) -> None:
         """Nothing is found or stored any more. From any thread.
 
-        Workers get no more orders: an engine whose steps go on calls ``flush_store`` before.
+        Workers get no more orders: an engine whose steps go on calls ``flush_remote`` before.
         """
         self._parts.is_closed = True
         self._connector.wake()
-        if self._parts.store is not None:
-            self._parts.store.remote.close(CLOSE_S)
+        if self._parts.door is not None:
+            self._parts.door.remote.close(CLOSE_S)

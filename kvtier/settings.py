@@ -17,8 +17,8 @@ from kvtier.device import resolve_device
 from kvtier.journal import num_events
 from kvtier.options import check_choices, check_identity, check_spec, seconds
 from kvtier.pools.tier import Tier, device_tier, host_tier
-from kvtier.remote.block_store import BlockStore
-from kvtier.remote.check import check_store
+from kvtier.remote.block_store import Backend
+from kvtier.remote.check import check_remote
 from kvtier.spec import CacheSpec
 
 
@@ -56,7 +56,7 @@ def read_settings(
     key_secret: bytes | None,
     copy_engine: MakesEngine | str | None,
     journal_events: int,
-    store_uri: str | BlockStore | None,
+    remote_uri: str | Backend | None,
 ) -> Settings:
     """Checks the arguments of ``KVCache``. Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``."""
     check_spec(spec)
@@ -67,6 +67,6 @@ def read_settings(
     level, place = level_from_environment(), resolve_device(device)
     on_device = device_tier(spec, place, device_bytes, device_blocks)
     on_host = host_tier(spec, place, host_bytes, host_blocks)
-    if store_uri is not None:
-        check_store(store_uri, on_host is not None, place, model_id, key_secret, store)
+    if remote_uri is not None:
+        check_remote(remote_uri, on_host is not None, place, model_id, key_secret, store)
     return Settings(place, on_device, on_host, limit, engine_factory(copy_engine, place, on_host is not None), level)

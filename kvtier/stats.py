@@ -111,8 +111,8 @@ class LinkStats:
 
 
 @dataclass(frozen=True)
-class StoreStats:
-    """The store behind the host tier. All are counters except ``live``, ``breaker_open``, ``is_on`` and ``kind``."""
+class RemoteStats:
+    """The remote tier. All are counters except ``live``, ``breaker_open``, ``is_on`` and ``kind``."""
 
     kind: str
     """"file", "s3", "mooncake", ..."""
@@ -125,7 +125,7 @@ class StoreStats:
     looks: int
     """Questions for requests' prefixes."""
     late_looks: int
-    """Of them, questions that a request has waited for in vain. Requests that do not wait, since the store takes too
+    """Of them, questions that a request has waited for in vain. Requests that do not wait, since the remote takes too
     long, are not counted."""
     spilled_objects: int
     spilled_bytes: int
@@ -134,7 +134,7 @@ class StoreStats:
     missed_objects: int
     """Objects that had gone before they were read."""
     refused_objects: int
-    """Objects that the store did not take: it is full, or read-only."""
+    """Objects that the remote did not take: it is full, or read-only."""
     failed_spills: int
     failed_fetches: int
     """Objects that went wrong."""
@@ -149,7 +149,7 @@ class StoreStats:
     """Texts that were not spilled, or not wholly: their conversations went on, and the longer texts are."""
     dropped_texts: int
     dropped_objects: int
-    """What was not spilled: too much waited, the store failed, or the host tier had not all blocks."""
+    """What was not spilled: too much waited, the remote failed, or the host tier had not all blocks."""
     not_worth: int
     """Fetches left out, since computing is estimated to be faster."""
     no_room: int
@@ -220,8 +220,8 @@ class CacheStats:
     """Only one block is stored from time to time now, since the last stores have not ended in time."""
     link: LinkStats | None
     """The bytes' way between a GPU and its host tier; None elsewhere."""
-    store: StoreStats | None
-    """None without ``store_uri``."""
+    remote: RemoteStats | None
+    """None without ``remote_uri``."""
     warmup_s: float
     """Seconds spent on compiling the loops when this process built its first cache."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier import CacheStats
-from kvtier.stats import LatencyStats, StoreStats
+from kvtier.stats import LatencyStats, RemoteStats
 from runner.metric_families import Distribution, Families, Labels
 
 PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
@@ -24,8 +24,8 @@ def add_cache(families: Families, stats: CacheStats) -> None:
     _add_tokens(families, stats)
     _add_pools(families, stats)
     _add_transfers(families, stats)
-    if stats.store is not None:
-        add_store(families, stats.store)
+    if stats.remote is not None:
+        add_remote(families, stats.remote)
 
 
 def _one(value: float) -> dict[Labels, float]:
@@ -162,46 +162,47 @@ def _add_transfers(families: Families, stats: CacheStats) -> None:
     families.histogram("kvtier:transfer_seconds", "From a transfer's submission to its end.", took, "direction")
 
 
-def add_store(families: Families, store: StoreStats) -> None:
-    """Of the store behind the host tier."""
+def add_remote(families: Families, remote: RemoteStats) -> None:
+    """Of the remote tier."""
 
     def by_way(name: str, text: str, spill: float, fetch: float) -> None:
-        families.counter(name, text, {(store.kind, "spill"): spill, (store.kind, "fetch"): fetch}, "store", "way")
+        families.counter(name, text, {(remote.kind, "spill"): spill, (remote.kind, "fetch"): fetch}, "backend", "way")
 
-    by_way("kvtier:store_objects", "Objects that arrived whole.", store.spilled_objects, store.fetched_objects)
-    by_way("kvtier:store_bytes", "Their bytes of blocks.", store.spilled_bytes, store.fetched_bytes)
-    by_way("kvtier:store_failed_objects", "Objects that went wrong.", store.failed_spills, store.failed_fetches)
-    kind = (store.kind,)
+    by_way("kvtier:remote_objects", "Objects that arrived whole.", remote.spilled_objects, remote.fetched_objects)
+    by_way("kvtier:remote_bytes", "Their bytes of blocks.", remote.spilled_bytes, remote.fetched_bytes)
+    by_way("kvtier:remote_failed_objects", "Objects that went wrong.", remote.failed_spills, remote.failed_fetches)
+    kind = (remote.kind,)
     for name, text, value in (
-        ("looks", "Questions for a request's prefix.", store.looks),
-        ("late_looks", "Of them, those that a request has waited for in vain.", store.late_looks),
-        ("missed_objects", "Objects that had gone before they were read.", store.missed_objects),
-        ("refused_objects", "Objects that the store did not take.", store.refused_objects),
-        ("overdue_calls", "Calls given up after deadline_s.", store.expired),
-        ("superseded_texts", "Texts not spilled: their conversations went on.", store.superseded_texts),
-        ("dropped_objects", "Objects not spilled: the host had not all of their blocks.", store.dropped_objects),
-        ("dropped_texts", "Texts not spilled: too many waited, or the store failed.", store.dropped_texts),
-        ("not_worth", "Fetches left out: to compute is faster.", store.not_worth),
-        ("no_room", "Fetches left out: the host had no room.", store.no_room),
+        ("looks", "Questions for a request's prefix.", remote.looks),
+        ("late_looks", "Of them, those that a request has waited for in vain.", remote.late_looks),
+        ("missed_objects", "Objects that had gone before they were read.", remote.missed_objects),
+        ("refused_objects", "Objects that the remote tier did not take.", remote.refused_objects),
+        ("overdue_calls", "Calls given up after deadline_s.", remote.expired),
+        ("superseded_texts", "Texts not spilled: their conversations went on.", remote.superseded_texts),
+        ("dropped_objects", "Objects not spilled: the host had not all of their blocks.", remote.dropped_objects),
+        ("dropped_texts", "Texts not spilled: too many waited, or the remote tier failed.", remote.dropped_texts),
+        ("not_worth", "Fetches left out: to compute is faster.", remote.not_worth),
+        ("no_room", "Fetches left out: the host had no room.", remote.no_room),
     ):
-        families.counter(f"kvtier:store_{name}", text, {kind: value}, "store")
-    looked: dict[Labels, float] = {(store.kind, "hit"): store.found_names, (store.kind, "miss"): store.absent_names}
-    families.counter("kvtier:store_looked_objects", "Objects that questions named.", looked, "store", "result")
-    damaged: dict[Labels, float] = {(store.kind, kind): n for kind, n in store.damages.items()}
+        families.counter(f"kvtier:remote_{name}", text, {kind: value}, "backend")
+    looked: dict[Labels, float] = {(remote.kind, "hit"): remote.found_names, (remote.kind, "miss"): remote.absent_names}
+    families.counter("kvtier:remote_looked_objects", "Objects that questions named.", looked, "backend", "result")
+    damaged: dict[Labels, float] = {(remote.kind, kind): n for kind, n in remote.damages.items()}
     families.counter(
-        "kvtier:store_damaged_objects", "Objects that were not what they should be.", damaged, "store", "reason"
+        "kvtier:remote_damaged_objects", "Objects that were not what they should be.", damaged, "backend", "reason"
     )
-    reasons: dict[Labels, float] = {(store.kind, reason): n for reason, n in store.reasons.items()}
-    families.counter("kvtier:store_failures", "Failures and refusals, by reason.", reasons, "store", "reason")
-    families.gauge("kvtier:store_on", "0 once the cache was reset.", {kind: store.is_on}, "store")
-    families.gauge("kvtier:store_breaker_open", "1 while the store is left alone.", {kind: store.breaker_open}, "store")
-    families.gauge("kvtier:store_live_moves", "Spills and fetches under way.", {kind: store.live}, "store")
+    reasons: dict[Labels, float] = {(remote.kind, reason): n for reason, n in remote.reasons.items()}
+    families.counter("kvtier:remote_failures", "Failures and refusals, by reason.", reasons, "backend", "reason")
+    families.gauge("kvtier:remote_on", "0 once the cache was reset.", {kind: remote.is_on}, "backend")
+    is_alone: dict[Labels, float] = {kind: remote.breaker_open}
+    families.gauge("kvtier:remote_breaker_open", "1 while the remote tier is left alone.", is_alone, "backend")
+    families.gauge("kvtier:remote_live_moves", "Spills and fetches under way.", {kind: remote.live}, "backend")
     took: dict[Labels, Distribution] = {
-        (store.kind, "look"): _latency(store.look_latency),
-        (store.kind, "spill"): _latency(store.spill_latency),
-        (store.kind, "fetch"): _latency(store.fetch_latency),
+        (remote.kind, "look"): _latency(remote.look_latency),
+        (remote.kind, "spill"): _latency(remote.spill_latency),
+        (remote.kind, "fetch"): _latency(remote.fetch_latency),
     }
-    families.histogram("kvtier:store_seconds", "Of calls.", took, "store", "call")
+    families.histogram("kvtier:remote_seconds", "Of calls.", took, "backend", "call")
 
 
 def _latency(of: LatencyStats) -> Distribution:

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from runner.commands import bench, calibrate, demo, explain, plan, serve, store, verify, warmup
+from runner.commands import bench, calibrate, demo, explain, plan, remote, serve, verify, warmup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; exit status 0 if all went well, 1 if a result is wrong, 2 for input that cannot work."""
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["store"]:
+        print("kvtier: the command is called `kvtier remote`", file=sys.stderr)
+        return 2
+    args = _parser().parse_args(given)
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -46,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvtier", description="The KV cache for hybrid-attention language models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (demo, verify, plan, calibrate, warmup, serve, explain, bench, store):
+    for command in (demo, verify, plan, calibrate, warmup, serve, explain, bench, remote):
         command.add_to(commands)
     return parser
 

@@ -1,8 +1,8 @@
-"""What a store behind the host tier is for, with the bundled model: real servers in processes of their own.
+"""What a remote tier is for, with the bundled model: real servers in processes of their own.
 
 1. An engine computes a long prompt. It is killed with SIGKILL, and started again: the prompt is a hit.
-2. Another engine, with the same store, hits what the first one has computed.
-3. Prefill and decode apart: one engine computes a prompt (``max_tokens=1``), another one decodes from the store.
+2. Another engine, with the same remote, hits what the first one has computed.
+3. Prefill and decode apart: one engine computes a prompt (``max_tokens=1``), another one decodes from the remote.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Report:
-    """``ok``: all answers to one prompt are equal, and all but the cold ones came from the store."""
+    """``ok``: all answers to one prompt are equal, and all but the cold ones came from the remote."""
 
     tokens: int
     store: str
@@ -64,7 +64,7 @@ class Engine:
         self.name = name
         self._log = log.open("ab")
         device, host = memory or (f"{max(1, tokens // 600)}MiB",) * 2
-        command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--device", "cpu", "--kv-store", store]
+        command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--device", "cpu", "--kv-remote", store]
         command += ["--device-memory", device, "--host-memory", host, "--max-num-batched-tokens", "3072"]
         environment = os.environ | {"KVTIER_KEY_SECRET": "of the demo", "COLUMNS": "200"}
         self._process = subprocess.Popen(
@@ -103,12 +103,12 @@ class Engine:
         return text, (first or time.perf_counter()) - begun, usage["prompt_tokens_details"]["cached_tokens_by_tier"]
 
     def wait_until_stored(self) -> None:
-        """Until nothing is on its way to the store."""
+        """Until nothing is on its way to the remote."""
         until = time.monotonic() + SETTLE_S
         while time.monotonic() < until:
             with urlopen(self.url.removesuffix("/v1") + "/metrics", timeout=30) as answer:
                 lines = answer.read().decode().splitlines()
-            busy = [line for line in lines if line.startswith(("kvtier:store_live_moves{", "kvtier:live_transfers{"))]
+            busy = [line for line in lines if line.startswith(("kvtier:remote_live_moves{", "kvtier:live_transfers{"))]
             if all(line.endswith(" 0.0") for line in busy):
                 return
             time.sleep(0.05)
@@ -169,5 +169,5 @@ def _is_well(answers: list[Answered], right: list[str]) -> bool:
     cold, again, other, prefill, decode = answers
     texts = cold.text == again.text == other.text == right[0] and decode.text == right[1]
     starts = decode.text.startswith(prefill.text)
-    stored = all(answer.cached.get("store", 0) > 0.9 * answer.tokens for answer in (again, other, decode))
+    stored = all(answer.cached.get("remote", 0) > 0.9 * answer.tokens for answer in (again, other, decode))
     return texts and starts and stored

@@ -49,7 +49,7 @@ class LLM(Service):
                           or JSON text.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
                           key_secret, copy_engine, and journal_events (32,768), the number of events that ``explain``
-                          is told from; 0 turns it off. store_uri ("file:///var/kv", "s3://bucket/prefix",
+                          is told from; 0 turns it off. remote_uri ("file:///var/kv", "s3://bucket/prefix",
                           "mooncake://host:port"): a store that outlives the process and that engines share. It needs
                           a host tier and key_secret; model_id is made of the weights unless given.
 

@@ -25,10 +25,10 @@ from runner.device import model_device
 from runner.memory import Memory
 
 _CACHE = inspect.signature(KVCache)
-CACHE_OPTIONS = [
+CACHE_OPTIONS = [  # LLM has sizes as *_memory
     name
     for name in _CACHE.parameters
-    if name not in ("spec", "device") and not name.endswith(("_bytes", "_blocks"))  # LLM has them as *_memory
+    if name not in ("spec", "device", "unknown") and not name.endswith(("_bytes", "_blocks"))
 ]
 
 
@@ -52,6 +52,7 @@ ELSEWHERE = {
     "device_blocks": Elsewhere("use device_memory"),
     "host_bytes": Elsewhere("use host_memory"),
     "host_blocks": Elsewhere("use host_memory"),
+    "store_uri": Elsewhere("use remote_uri"),
     "swap_space": Elsewhere("use host_memory"),
     "cpu_offload_gb": Elsewhere(_HOST, (0, None)),
     "kv_offloading_size": Elsewhere("use host_memory", (None,)),
@@ -78,7 +79,7 @@ ELSEWHERE = {
     "speculative_config": Elsewhere("nothing is speculated", (None,)),
     "disable_log_stats": Elsewhere("nothing is logged; LLM.stats() tells", (True, False)),
 }
-"""vLLM's arguments, and arguments of ``KVCache`` that have other names in ``LLM``."""
+"""vLLM's arguments, arguments of ``KVCache`` that have other names in ``LLM``, and a former name."""
 
 
 def cache_options(given: Mapping[str, Any], mine: list[str]) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def check_cache(
     """
     one_each = dict.fromkeys(spec.names, 1)
     if host_memory is None:
-        host_memory = 0 if options.get("store_uri") is None else one_each
+        host_memory = 0 if options.get("remote_uri") is None else one_each
     sizes = memory.pool_sizes(one_each if device_memory is None else device_memory, host_memory, Held(0, 0))
     arguments = _CACHE.bind(spec, device, **sizes, **options)
     arguments.apply_defaults()
@@ -137,10 +138,10 @@ def check_cache(
         read_settings(**arguments.arguments).check_room()
 
 
-def needs_tier(host_memory: Memory | None, has_store: bool) -> bool:
+def needs_tier(host_memory: Memory | None, has_remote: bool) -> bool:
     """Whether there must be a host tier; raises ``ConfigError`` for text that is no size."""
     if host_memory is None:
-        return has_store
+        return has_remote
     return bool(host_memory if isinstance(host_memory, Mapping) else parse_bytes(host_memory, "host_memory"))
 
 

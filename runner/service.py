@@ -48,7 +48,7 @@ from runner.words import Words
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
 STORE_S = 10.0
-"""Of ``close``, for what is on its way to a store."""
+"""Of ``close``, for what is on its way to a remote."""
 PROMPT_LOGITS_BYTES = 2**30
 """The most bytes of one prompt's logits, in float32."""
 
@@ -96,20 +96,20 @@ class Service:
         options.check_seconds(grammar_limit_s=grammar_limit_s)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         device = _device(model, device)
-        has_store = cache_options.get("store_uri") is not None
-        if options.needs_tier(host_memory, has_store):
+        has_remote = cache_options.get("remote_uri") is not None
+        if options.needs_tier(host_memory, has_remote):
             options.check_host_link(device, cache_options)
         config, weights_dtype = _config(model, device, dtype, attention)
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
-        known = {"model_id": "of its weights"} if has_store and not isinstance(model, HybridModel) else {}
+        known = {"model_id": "of its weights"} if has_remote and not isinstance(model, HybridModel) else {}
         kv_events = _kv_events(kv_events_config, spec)
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)
         source = model
         if not isinstance(model, HybridModel):
             model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
         self.model = model
-        if has_store and not isinstance(source, HybridModel) and "model_id" not in cache_options:
+        if has_remote and not isinstance(source, HybridModel) and "model_id" not in cache_options:
             cache_options["model_id"] = model_identity.model_id(model, checkpoint.find_folder(source))
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
         kinds = self.model.try_attention(self.spec)
@@ -133,9 +133,9 @@ class Service:
         self.grammars = GrammarCompiler(
             self.tokenizer, self.model.vocab_size, self.model.eos_token_ids, grammar_limit_s
         )
-        if self.cache.has_store:
+        if self.cache.has_remote:
             self.cache.estimate_compute(self.engine.pace.seconds)
-        self.thread = EngineThread(self.engine, self.settles or self.cache.has_store)
+        self.thread = EngineThread(self.engine, self.settles or self.cache.has_remote)
         self._ids = itertools.count()
 
     def _new_cache(
@@ -287,11 +287,11 @@ class Service:
     def close(self) -> None:
         """Ends the step under way, all requests and all copies, and gives the memory back. Twice does nothing.
 
-        If no request is open, what is on its way to a store (``store_uri``) has some seconds to get there.
+        If no request is open, what is on its way to a remote (``remote_uri``) has some seconds to get there.
         """
-        if self.cache.has_store and self.thread.is_alive:
+        if self.cache.has_remote and self.thread.is_alive:
             with suppress(KVTierError):
-                self.thread.call(self.cache.flush_store)
+                self.thread.call(self.cache.flush_remote)
                 self.thread.end_copies(STORE_S)
         self.grammars.close()
         self.thread.close()

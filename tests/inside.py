@@ -401,8 +401,8 @@ def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
 
 
 def behind_tier(tier: HostTier) -> RemoteTier:
-    """The tier of the store behind it."""
-    store = tier._parts.store
+    """The tier of the remote tier."""
+    store = tier._parts.door
     assert store is not None
     return store.remote
 
@@ -418,16 +418,16 @@ def forget_facts(workers: list[Any]) -> None:
         worker.connector._worker_side._facts.clear()
 
 
-def store_due_s(tier: HostTier) -> float:
-    """How long it sleeps at most for the sake of the store behind it."""
-    store = tier._parts.store
+def remote_due_s(tier: HostTier) -> float:
+    """How long it sleeps at most for the sake of the remote tier."""
+    store = tier._parts.door
     assert store is not None
     return store.due_s()
 
 
 def compute_seconds(tier: HostTier) -> Callable[[int, int], float | None]:
     """What the store's fetches are compared with."""
-    store = tier._parts.store
+    store = tier._parts.door
     assert store is not None
     return store._seeker.compute_s
 
@@ -453,7 +453,7 @@ def tier_connector(tier: HostTier) -> Connector:
     return tier._connector
 
 
-# --- a store behind the host tier -----------------------------------------------------------------
+# --- a remote tier -----------------------------------------------------------------
 
 
 def known_objects(remote: RemoteTier) -> set[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
-def be_patient_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def be_patient_with_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in a store is a hit, however long it takes to ask for it and to fetch it."""
     monkeypatch.setattr("kvtier.coordinator.seek.LEAST_S", PATIENCE_S)
     monkeypatch.setattr("kvtier.remote.tier.RemoteTier.recent_speed", lambda *_: 0.0)  # all are worth their time

@@ -60,7 +60,7 @@ def _serve() -> Iterator[str]:
     sizes = ("--device-memory", "12MiB", "--host-memory", "12MiB", "--max-num-batched-tokens", "256")
     command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--disable-uvicorn-access-log", *sizes]
     with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
-        [*command, "--kv-store", f"file://{folder}"],
+        [*command, "--kv-remote", f"file://{folder}"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "KVTIER_KEY_SECRET": "of the pictures"},

@@ -1,1 +1,1 @@
-"""What a store behind the host tier gives and takes."""
+"""What a remote tier gives and takes."""

@@ -35,7 +35,7 @@ from benchmarks.output import stdout
 from kvtier.remote.block_store import Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.names import object_name
-from kvtier.remote.uri import bucket, open_store, parse_uri
+from kvtier.remote.uri import bucket, open_backend, parse_uri
 
 MIB = 1 << 20
 A_CALL = 32
@@ -68,7 +68,7 @@ class Ours:
     """kvtier's store."""
 
     def __init__(self, uri: str, load: Load) -> None:
-        self.store = open_store(uri)
+        self.store = open_backend(uri)
         self.store.register(load.target)
         self._load = load
         self._envelope = Envelope(bytes(16), b"secret" if parse_uri(uri).digest == "blake2b" else None)

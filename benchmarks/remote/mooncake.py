@@ -1,4 +1,4 @@
-"""``MooncakeStore`` beside the library itself: bytes a second, and CPU seconds a gigabyte, over TCP on loopback.
+"""``MooncakeBackend`` beside the library itself: bytes a second, and CPU seconds a gigabyte, over TCP on loopback.
 
     make test-store ARGS=--co                                        once, for the environment
     .venv-store/bin/python -m tests.remote.alone .venv-store/bin/python -m benchmarks.remote.mooncake
@@ -6,7 +6,7 @@
 All ways move the same bytes of the same registered memory, to and from one storage process, in turn; medians of rounds.
 ``one``      the library's ``batch_put_from`` and ``batch_get_into``: an object is one buffer; batches of 32.
 ``pieces``   its ``*_multi_buffers``: an object is some pieces and a trailer; 256 pieces a call.
-``kvtier``   ``MooncakeStore``: the same objects; those of small pieces are copied together first.
+``kvtier``   ``MooncakeBackend``: the same objects; those of small pieces are copied together first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks import machine, output
 from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.mooncake_store import MooncakeStore
+from kvtier.remote.mooncake_store import MooncakeBackend
 from tests.remote.alone import is_alone
 from tests.remote.mooncake_cluster import HOST, PORT, Cluster, Process
 
@@ -42,7 +42,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.size = args.pieces * args.piece_kib * 1024
         self.count = args.objects
-        self.store = MooncakeStore(HOST, PORT, {"threads": str(args.threads)})
+        self.store = MooncakeBackend(HOST, PORT, {"threads": str(args.threads)})
         self.client: Any = self.store._client
         self.mapping = mmap.mmap(-1, self.count * self.size)
         arena = memoryview(self.mapping)

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.remote.patience [--json PATH]``: what slow stores give, by patience of requests.
+"""``python -m benchmarks.remote.patience [--json PATH]``: what slow remotes give, by patience of requests.
 
 The own engine (``LLM`` with the bundled model, on the CPU) over a directory whose answers to questions are held back.
 One engine computes prompts and stores them. Others ask for the same, one after the other, each with a delay and a
-``patience``. Told are hits, as a share of those of a store that answers at once, how much longer the first token took
-than with no store at all, and how many objects were written a second time. ``--load`` busy processes run beside it.
+``patience``. Told are hits, as a share of those of a remote that answers at once, how much longer the first token took
+than with no remote at all, and how many objects were written a second time. ``--load`` busy processes run beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.output import stdout
-from kvtier.remote.directory import DirectoryStore
+from kvtier.remote.directory import DirectoryBackend
 from kvtier.remote.uri import PATIENCE
 from runner import LLM, SamplingParams, needle
 
@@ -43,24 +43,24 @@ def spin() -> None:
 @contextmanager
 def answers_after(delay_s: float) -> Iterator[None]:
     """Questions to directories take so much longer."""
-    exists = DirectoryStore._exists
+    exists = DirectoryBackend._exists
 
-    def held_back(self: DirectoryStore, names: Sequence[str]) -> list[bool]:
+    def held_back(self: DirectoryBackend, names: Sequence[str]) -> list[bool]:
         time.sleep(delay_s)
         return exists(self, names)
 
-    DirectoryStore._exists = held_back  # type: ignore[method-assign]
+    DirectoryBackend._exists = held_back  # type: ignore[method-assign]
     try:
         yield
     finally:
-        DirectoryStore._exists = exists  # type: ignore[method-assign]
+        DirectoryBackend._exists = exists  # type: ignore[method-assign]
 
 
 def serve(prompts: Sequence[str], folder: Path | None, delay_s: float = 0.0, patience: float = PATIENCE) -> Figures:
-    """One engine, over a store in ``folder``. The first prompt tells it how fast it is; the others count."""
+    """One engine, over a remote in ``folder``. The first prompt tells it how fast it is; the others count."""
     store: Figures = {}
     if folder is not None:
-        store = {"store_uri": f"file://{folder}?patience={patience}", "key_secret": b"s"}
+        store = {"remote_uri": f"file://{folder}?patience={patience}", "key_secret": b"s"}
     hits, times, again = 0, list[float](), dict[str, int]()
     with (
         answers_after(delay_s),
@@ -72,7 +72,7 @@ def serve(prompts: Sequence[str], folder: Path | None, delay_s: float = 0.0, pat
             if k:
                 times.append(time.perf_counter() - began)
                 hits += sum(output.cached_tokens.values())
-        while (stats := llm.cache.stats().store) is not None and stats.live:
+        while (stats := llm.cache.stats().remote) is not None and stats.live:
             time.sleep(0.01)
         if stats is not None:
             again = {"looks": stats.looks, "late": stats.late_looks, "written": stats.spilled_objects}
@@ -104,7 +104,7 @@ def main() -> int:
                 rows.append({"patience": patience, "delay_s": delay_s, "hit_share": share, **figures})
     for process in busy:
         process.terminate()
-    table = Table("patience", "answers after", "hits", "TTFT", "without a store", "late", "written again")
+    table = Table("patience", "answers after", "hits", "TTFT", "without a remote", "late", "written again")
     for row in rows:
         again = f"{row['written']} of {written['written']}"
         cells = [f"{row['patience']}", f"{1e3 * row['delay_s']:g} ms", f"{row['hit_share']:.0%}"]

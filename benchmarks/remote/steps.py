@@ -1,8 +1,8 @@
-"""``python -m benchmarks.remote.steps [--json PATH]``: what a store costs the scheduling thread.
+"""``python -m benchmarks.remote.steps [--json PATH]``: what a remote costs the scheduling thread.
 
-A step of 64 decodes with and without a store, in turns. Then a prompt of 90,112 tokens, from its arrival until nothing
-is under way: without a store, with one that has nothing of it (it is spilled), and with one that has all (it is
-fetched). CPU time of the scheduling thread alone; the store's own threads are not counted.
+A step of 64 decodes with and without a remote, in turns. Then a prompt of 90,112 tokens, from its arrival until nothing
+is under way: without a remote, with one that has nothing of it (it is spilled), and with one that has all (it is
+fetched). CPU time of the scheduling thread alone; the remote's own threads are not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cache(store: str | None, blocks: int = 8192) -> KVCache:
         GroupSpec("window", SlidingWindow(1024), 1, 1, 64, dtype="float32"),
     ]
     sizes = {"full": blocks, "window": 2048}
-    how: dict[str, Any] = {} if store is None else {"store_uri": store, "model_id": "m", "key_secret": b"s"}
+    how: dict[str, Any] = {} if store is None else {"remote_uri": store, "model_id": "m", "key_secret": b"s"}
     return KVCache(CacheSpec(groups), device_blocks=sizes, host_blocks=sizes, **({"key_secret": b"s"} | how))
 
 
@@ -84,17 +84,17 @@ def serve(made: KVCache, seed: int) -> tuple[float, dict[str, int]]:
 
 
 def long_prompts() -> dict[str, Any]:
-    seek.LEAST_S = 5.0  # other work on the machine may keep the store's threads waiting
-    rows: dict[str, list[float]] = {"without a store": [], "spilled": [], "fetched": []}
+    seek.LEAST_S = 5.0  # other work on the machine may keep the remote's threads waiting
+    rows: dict[str, list[float]] = {"without a remote": [], "spilled": [], "fetched": []}
     for k in range(5):
         uri = f"memory://steps-{next(_names)}"
         with cache(None) as alone:
-            rows["without a store"].append(serve(alone, k)[0])
+            rows["without a remote"].append(serve(alone, k)[0])
         with cache(uri) as one:
             rows["spilled"].append(serve(one, k)[0])
         with cache(uri) as other:
             took, found = serve(other, k)
-            assert found["store"] > 0.99 * LONG, (found, other.stats().store)
+            assert found["store"] > 0.99 * LONG, (found, other.stats().remote)
             rows["fetched"].append(took)
     return {name: statistics.median(took) for name, took in rows.items()}
 

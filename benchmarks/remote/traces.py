@@ -3,13 +3,13 @@
 A trace is a file of Mooncake's or of kv-cache-tester's format (``runner.bench.traces``). Its prompts are served in its
 order by real schedulers, caches and stores, whose blocks have the shape of Gemma-3-27B's, but 1/2048 of the bytes: one
 KV head of one number instead of 16 of 128. Tiers have 1/2048 of --device-gib and --host-gib, and blocks become
-objects as they would at full size. The store is this process's memory, without a limit.
+objects as they would at full size. The remote is this process's memory, without a limit.
 
-Left out: time. Requests run one after the other, each store lands before the next request, and looks have as long as
+Left out: time. Requests run one after the other, each remote lands before the next request, and looks have as long as
 they need. A prompt's answer is one token, since traces do not tell which tokens of the next prompt it was.
 
-With one engine: device and host; and a store behind them. With two, which take requests in turn, whatever they have
-cached: device and host alone; a store each; one store for both.
+With one engine: device and host; and a remote tier. With two, which take requests in turn, whatever they have
+cached: device and host alone; a remote each; one remote for both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.output import stdout
 from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator import seek
 from kvtier.remote import objects
-from kvtier.remote.obstore_store import ObstoreStore
+from kvtier.remote.obstore_store import ObjectBackend
 from kvtier.sizing import parse_bytes
 from runner.bench.plan import Plan
 from runner.bench.tokens import Alphabet, Prompt
@@ -45,15 +45,15 @@ from runner.bench.traces import TraceOptions, read
 SCALE = 2048
 BLOCK_TOKENS = 64
 """As the agents' trace has them: shorter blocks would find the same."""
-SOURCES = ("device", "host", "store")
+SOURCES = ("device", "host", "remote")
 WAYS: dict[str, Sequence[str | None]] = {
     "one engine, device + host": [None],
     "one engine, device + host + store": ["a"],
     "two engines, device + host": [None, None],
-    "two engines, a store each": ["a", "b"],
-    "two engines, one store": ["a", "a"],
+    "two engines, a remote each": ["a", "b"],
+    "two engines, one remote": ["a", "a"],
 }
-"""By name: the store of each engine."""
+"""By name: the remote of each engine."""
 
 
 def spec() -> CacheSpec:
@@ -91,7 +91,7 @@ class Engine:
     """A scheduler and its cache, and what became of its prompts."""
 
     def __init__(self, store: MemoryStore | None, device_bytes: int, host_bytes: int) -> None:
-        how: dict[str, Any] = {} if store is None else {"store_uri": ObstoreStore(store, "memory", threads=4)}
+        how: dict[str, Any] = {} if store is None else {"remote_uri": ObjectBackend(store, "memory", threads=4)}
         self.cache = KVCache(
             spec(), device_bytes=device_bytes, host_bytes=host_bytes, model_id="m", key_secret=b"s", **how
         )
@@ -112,7 +112,7 @@ class Engine:
 
 
 def served(plan: Plan, args: argparse.Namespace, stores: Sequence[str | None], progress: Any) -> dict[str, Any]:
-    """What the engines found, and what the store did."""
+    """What the engines found, and what the remote did."""
     alphabet, begun = Alphabet(range(1, 100_000), "the benchmark"), time.monotonic()
     sizes = [parse_bytes(f"{gib}GiB", "memory") // SCALE for gib in (args.device_gib, args.host_gib)]
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def served(plan: Plan, args: argparse.Namespace, stores: Sequence[str | None], p
             total, count = total + prompt.tokens, count + 1
             progress.update(advance=1)
         found = {source: sum(engine.found[source] for engine in engines) for source in SOURCES}
-        kept = [of for engine in engines if (of := engine.cache.stats().store) is not None]
+        kept = [of for engine in engines if (of := engine.cache.stats().remote) is not None]
     row: dict[str, Any] = {"requests": count, "prompt_tokens": total, "cached_tokens": found}
     row["computed_tokens"] = total - sum(found.values())
     row["hit_rate"] = {source: found[source] / total for source in SOURCES} | {"all": sum(found.values()) / total}

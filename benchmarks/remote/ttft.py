@@ -7,11 +7,11 @@ a request to its first token, over HTTP. In each round, with prompts that nobody
     device hit           A at once again
     host hit             A after B and C, which have taken its place on the device
     after a restart      A, when the engine was killed by SIGKILL and started again: its first request
-    store hit            B and C, which only the store has now
+    store hit            B and C, which only the remote has now
     decode elsewhere     D on another engine, once this one has computed it with ``max_tokens=1``
 
 A request whose prompt did not come from where it should (a look that was late, say) counts as missed, not as a time.
-The store is a directory. With --mooncake it is also a Mooncake Store over TCP on loopback:
+The remote is a directory. With --mooncake it is also a Mooncake Store over TCP on loopback:
 
     make test-store ARGS=--co                                        once, for the environment
     .venv-store/bin/python -m tests.remote.alone .venv-store/bin/python -m benchmarks.remote.ttft --mooncake
@@ -46,7 +46,7 @@ MOST = 0.9
 
 
 class Rounds:
-    """Servers on one store, and what was measured."""
+    """Servers on one remote, and what was measured."""
 
     def __init__(self, store: str, folder: Path, tokens: int, console: Any) -> None:
         self.rows: dict[str, list[dict[str, Any]]] = {what: [] for what in WHAT}

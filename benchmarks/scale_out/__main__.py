@@ -5,8 +5,8 @@
 Two ``kvtier serve`` processes with the bundled model stand behind ``vllm-router``. Conversations run at once. Where a
 turn was served says the engine that answered; what it found there, its ``cached_tokens``. Both are compared with the
 engines' own metrics. The same conversations run with ``kv_aware`` and with ``round_robin``; then one engine is killed
-among them, and started again. Last, two engines with small tiers share a store: a turn comes to the wrong one; and an
-engine that has a text in the store alone is weighed against one that has nothing, or a part on its device.
+among them, and started again. Last, two engines with small tiers share a remote: a turn comes to the wrong one; and an
+engine that has a text in the remote alone is weighed against one that has nothing, or a part on its device.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=4.0, help="seconds between an answer and the next turn, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-kill", action="store_true", help="leave out the engine that dies and comes back")
-    parser.add_argument("--no-store", action="store_true", help="leave out the engines that share a store")
-    parser.add_argument("--texts", type=int, default=8, help="of the engines that share a store, for each question")
+    parser.add_argument("--no-store", action="store_true", help="leave out the engines that share a remote")
+    parser.add_argument("--texts", type=int, default=8, help="of the engines that share a remote, for each question")
     parser.add_argument("--router-option", action="append", default=[], help="one more argument for kv_aware's router")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs there")
     parser.add_argument("--json", type=Path, help="write the figures there, with machine and commit")
@@ -217,16 +217,16 @@ def _show(rows: list[dict[str, Any]], killed: dict[str, Any] | None) -> None:
 
 def _show_stored(found: dict[str, Any]) -> None:
     wrong = found["wrong_engine"]
-    table = Table("", "", title="Two engines, one store", show_header=False)
-    share = wrong["cached_by_tier"]["store"] / wrong["prompt_tokens"]
-    table.add_row("turns at the wrong engine: tokens from the store", f"{share:.1%} of {wrong['prompt_tokens']:,}")
+    table = Table("", "", title="Two engines, one remote", show_header=False)
+    share = wrong["cached_by_tier"]["remote"] / wrong["prompt_tokens"]
+    table.add_row("turns at the wrong engine: tokens from the remote", f"{share:.1%} of {wrong['prompt_tokens']:,}")
     table.add_row("  as its metrics say, and with the same answers", "yes" if _is_true(wrong) else "NO")
     table.add_row("  computed whole, and fetched", f"{wrong['cold_median_s']:.3f} s, {wrong['fetched_median_s']:.3f} s")
     for name, credit in (("credited", "0.3, the default"), ("not_credited", "0")):
         row = found[name]
-        table.add_row(f"left in the store alone; credit {credit}", f"{row['at_home']:.0%} of {row['turns']} at home")
+        table.add_row(f"left in the remote alone; credit {credit}", f"{row['at_home']:.0%} of {row['turns']} at home")
     for row in found["weights"]:
-        went = "the store" if row["went_to_the_store"] else "the device"
+        went = "the remote" if row["went_to_the_store"] else "the device"
         table.add_row(f"the other has {row['share_on_the_other_device']:.0%} on its device: went to", went)
     stdout().print(table)
 

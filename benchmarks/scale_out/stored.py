@@ -1,4 +1,4 @@
-"""Two engines that share a store: what a turn at the wrong engine costs, and what the router credits the store with.
+"""Two engines that share a remote: what a turn at the wrong engine costs, and what the router credits the remote with.
 
 Owns       the questions, and what their answers should say.
 Promises   where a text lies is read off the engines' answers (cached tokens by tier), not off what was sent where.
@@ -24,7 +24,7 @@ SMALL = ("--device-memory", "4MiB", "--host-memory", "4MiB", "--disable-uvicorn-
 BLOCK_TOKENS = 16
 WORDS, NEXT_WORDS = 1600, 40
 SHARES = (0.1, 0.2, 0.4, 0.6)
-"""Of a text, that the other engine has on its device: below and above the store's credit, 0.3."""
+"""Of a text, that the other engine has on its device: below and above the remote's credit, 0.3."""
 FLUSHES = 8
 """Other texts, until an engine has lost one."""
 SETTLE_S = 30.0
@@ -44,13 +44,13 @@ class Answer:
 
 
 def measure(router: Path, logs: Path, folder: Path, texts: int, seed: int, options: Sequence[str]) -> dict[str, Any]:
-    """All of it, as plain values; ``folder``: where the store may be."""
+    """All of it, as plain values; ``folder``: where the remote may be."""
     secret = folder / "secret"
     secret.write_text("of this benchmark")
     words, found = random.Random(seed), dict[str, Any]()
     for name, credit in (("credited", []), ("not_credited", ["--kv-penalty-disk", "0"])):
-        of_store = ["--kv-store", f"file://{folder / name}", "--kv-store-secret-file", str(secret)]
-        with Fleet(router, "kv_aware", 2, logs, [*options, *credit], [*SMALL, *of_store]) as fleet, _web() as web:
+        of_remote = ["--kv-remote", f"file://{folder / name}", "--kv-remote-secret-file", str(secret)]
+        with Fleet(router, "kv_aware", 2, logs, [*options, *credit], [*SMALL, *of_remote]) as fleet, _web() as web:
             if name == "credited":
                 found["wrong_engine"] = _wrong_engine(web, fleet.engines, [_text(words) for _ in range(texts)])
                 found["weights"] = [_weigh(web, fleet, _text(words), share, words) for share in SHARES]
@@ -82,10 +82,10 @@ def _wrong_engine(web: httpx.Client, engines: list[Process], texts: list[str]) -
         "prompt_tokens": sum(answer.prompt_tokens for answer in away),
         "cached_by_tier": _sum_of(answer.by_tier for answer in away),
         "metrics_agree": _agrees(counted, away),
-        "fetched_objects": counted.get("kvtier:store_objects_total{fetch}", 0.0),
-        "late_looks": counted.get("kvtier:store_late_looks_total{file}", 0.0),
-        "not_worth": counted.get("kvtier:store_not_worth_total{file}", 0.0),
-        "fetched_bytes": counted.get("kvtier:store_bytes_total{fetch}", 0.0),
+        "fetched_objects": counted.get("kvtier:remote_objects_total{fetch}", 0.0),
+        "late_looks": counted.get("kvtier:remote_late_looks_total{file}", 0.0),
+        "not_worth": counted.get("kvtier:remote_not_worth_total{file}", 0.0),
+        "fetched_bytes": counted.get("kvtier:remote_bytes_total{fetch}", 0.0),
         "cold_median_s": round(statistics.median(answer.seconds for answer in cold), 4),
         "fetched_median_s": round(statistics.median(answer.seconds for answer in away), 4),
     }
@@ -95,7 +95,7 @@ def _agrees(counted: dict[str, float], answers: list[Answer]) -> bool:
     """Whether the engine's metrics say the same as its answers."""
     said = _sum_of(answer.by_tier for answer in answers)
     told = {tier: counted.get(f"kvtier:prefix_tokens_total{{{tier}}}", 0.0) for tier in said}
-    return told == said and counted.get("kvtier:store_objects_total{fetch}", 0.0) > 0
+    return told == said and counted.get("kvtier:remote_objects_total{fetch}", 0.0) > 0
 
 
 def _left_in_store(web: httpx.Client, fleet: Fleet, texts: list[str], words: random.Random) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _left_in_store(web: httpx.Client, fleet: Fleet, texts: list[str], words: ran
 
 
 def _weigh(web: httpx.Client, fleet: Fleet, text: str, share: float, words: random.Random) -> dict[str, Any]:
-    """The store has the text for one engine; the other one has ``share`` of it on its device."""
+    """The remote has the text for one engine; the other one has ``share`` of it on its device."""
     home, other = fleet.engines
     ask(web, home.url, text)
     _lose(web, home, other, words)
@@ -141,7 +141,7 @@ def _lose(web: httpx.Client, home: Process, other: Process, words: random.Random
 
 def _is_well(found: dict[str, Any]) -> bool:
     wrong, weights = found["wrong_engine"], found["weights"]
-    fetched = wrong["cached_by_tier"]["store"] > 0.9 * wrong["prompt_tokens"]
+    fetched = wrong["cached_by_tier"]["remote"] > 0.9 * wrong["prompt_tokens"]
     credited = found["credited"]["at_home"] == 1.0 > found["not_credited"]["at_home"]
     weighed = all(row["went_to_the_store"] == (row["share_on_the_other_device"] < 0.3) for row in weights)
     return bool(wrong["same_answers_as_at_home"] and wrong["metrics_agree"] and fetched and credited and weighed)
@@ -170,7 +170,7 @@ def _web() -> Iterator[httpx.Client]:
 
 
 def _metrics(web: httpx.Client, engine: Process) -> dict[str, float]:
-    """Of the store and of prompts' sources, by the last label."""
+    """Of the remote and of prompts' sources, by the last label."""
     found: dict[str, float] = {}
     for line in web.get(f"{engine.url}/metrics").text.splitlines():
         if line.startswith(("kvtier:store_", "kvtier:prefix_tokens_total", "kvtier:live_transfers")):
@@ -180,11 +180,11 @@ def _metrics(web: httpx.Client, engine: Process) -> dict[str, float]:
 
 
 def _wait_until_stored(web: httpx.Client, engine: Process) -> None:
-    """Until nothing is on its way to the host tier or the store, twice in a row."""
+    """Until nothing is on its way to the host tier or the remote, twice in a row."""
     quiet, until = 0, time.monotonic() + SETTLE_S
     while quiet < 2 and time.monotonic() < until:
         told = _metrics(web, engine)
-        busy = sum(value for name, value in told.items() if name.startswith(("kvtier:store_live", "kvtier:live_")))
+        busy = sum(value for name, value in told.items() if name.startswith(("kvtier:remote_live", "kvtier:live_")))
         quiet = quiet + 1 if not busy else 0
         time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""The audit of moves between the host tier and a store (I1, I2, I13, I14, I18, I19)."""
+"""The audit of moves between the host tier and a remote (I1, I2, I13, I14, I18, I19)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def device_owners(tier: Tier, coordinator: Coordinator, copies: Copies) -> Int64
 
 
 def host_owners(tier: Tier, copies: Copies, beside: Int64s = _NOBODY) -> Int64s:
-    """Entries once per transfer that reads or writes them, and ``beside``, which moves to and from a store hold."""
+    """Entries once per transfer that reads or writes them, and ``beside``, which moves to and from a remote hold."""
     return np.concatenate([tier.entries(copies.groups, copies.host), beside])
 
 
@@ -113,7 +113,7 @@ def audit_fences(tier: Tier, copies: Copies | None) -> Iterator[Violation]:
 def audit_quarantine(tier: Tier, books: Books, copies: Copies, overdue: Int64s = _NOBODY) -> Iterator[Violation]:
     """Blocks are out of circulation only as long as an overdue copy, or a changed byte, keeps them there.
 
-    ``overdue``: entries of overdue fetches from a store.
+    ``overdue``: entries of overdue fetches from a remote.
     """
     a = tier.pools.arrays
     reasons = np.zeros(len(a.place), bool)
@@ -171,7 +171,7 @@ def audit_transfers(
 ) -> Iterator[Violation]:
     """Each transfer by itself, then all of them against each other and against the marks.
 
-    ``fetched``: entries of the host that a store is bringing.
+    ``fetched``: entries of the host that a remote is bringing.
     """
     c, tickets = copies, [t.ticket for t in copies.transfers]
     if tickets != sorted(set(tickets)):

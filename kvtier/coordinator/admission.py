@@ -73,7 +73,7 @@ class Admission:
             if seq.row >= 0 or self._waits(seq):
                 continue
             if self._seeker is not None and self._seeker.is_waiting(seq):
-                self._wait(seq, Wait.TRANSFER, _of_store(seq))
+                self._wait(seq, Wait.TRANSFER, _of_remote(seq))
                 continue
             if self._left(seq, entries) <= 0:
                 if seq is not self._refused:
@@ -251,8 +251,8 @@ class Admission:
         entries.take(1, int(ends[0] - t.computed[seq.row]))
 
 
-def _of_store(seq: Tracked) -> str:
-    """Why a request waits for the store behind the host tier."""
+def _of_remote(seq: Tracked) -> str:
+    """Why a request waits for the remote tier."""
     if seq.seek is not None and seq.seek.state is SeekState.FETCHING:
-        return f"{len(seq.seek.fetched):,} blocks of its prefix are being fetched from the store"
-    return "the store behind the host tier is asked for its prefix"
+        return f"{len(seq.seek.fetched):,} blocks of its prefix are being fetched from the remote"
+    return "the remote tier is asked for its prefix"

@@ -87,10 +87,10 @@ class Coordinator:
     @property
     def tiers(self) -> tuple[str, ...]:
         """Where cached tokens may come from."""
-        return ("device", "host") if self.remote is None else ("device", "host", "store")
+        return ("device", "host") if self.remote is None else ("device", "host", "remote")
 
-    def use_store(self, remote: RemoteTier) -> None:
-        """Puts a store behind the host tier."""
+    def use_remote(self, remote: RemoteTier) -> None:
+        """Puts a remote tier."""
         self.remote, self.seeker = remote, Seeker(remote, self.pools, self.match)
         self.poll = self._poll_both
 
@@ -141,8 +141,8 @@ class Coordinator:
         moves = 0 if self.remote is None else self.remote.num_progressing
         return self.connector.ledger.num_progressing + moves
 
-    def store_due_s(self, waiting: Iterable[Tracked]) -> float:
-        """Seconds until a question of one of these to the store, or a call of it, has taken too long."""
+    def remote_due_s(self, waiting: Iterable[Tracked]) -> float:
+        """Seconds until a question of one of these to the remote, or a call of it, has taken too long."""
         if self.remote is None or self.seeker is None:
             return float("inf")
         if self.remote.has_due:
@@ -274,7 +274,7 @@ class Coordinator:
             t.tail[row, : end - units * unit] = seq.tokens[units * unit : end]
 
     def _offer(self, seq: Tracked, boundaries: Iterable[int]) -> None:
-        """Offers to the store what hits at these boundaries need, once its copies in the host are there."""
+        """Offers to the remote what hits at these boundaries need, once its copies in the host are there."""
         if self.remote is not None and self._stores_full:
             for n in boundaries:
                 self.remote.offer(seq.keys, n, seq.seek)

@@ -29,7 +29,7 @@ class PrefixTokens(NamedTuple):
     queried: int = 0
     device: int = 0
     host: int = 0
-    store: int = 0
+    remote: int = 0
 
 
 class RequestCounts:
@@ -67,9 +67,9 @@ class RequestCounts:
         if cause.group:
             self.preempted_for[cause.group] += 1
 
-    def find(self, prompt: int, device: int, host: int, store: int) -> None:
+    def find(self, prompt: int, device: int, host: int, remote: int) -> None:
         """A request of ``prompt`` tokens is admitted for the first time."""
-        now = zip(self.prefix_tokens, (prompt, device, host, store), strict=True)
+        now = zip(self.prefix_tokens, (prompt, device, host, remote), strict=True)
         self.prefix_tokens = PrefixTokens(*map(sum, now))
 
     def step(self, num_tokens: int) -> None:

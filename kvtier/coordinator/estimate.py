@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvtier._integers import number, shown
 from kvtier.errors import ConfigError
 
-log = logging.getLogger("kvtier.store")
+log = logging.getLogger("kvtier.remote")
 
 
 class Estimate:

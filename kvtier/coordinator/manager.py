@@ -256,7 +256,7 @@ class CacheManager:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
         seconds = wait_seconds(timeout_s)
         if not self._core.is_closed:
-            self._connector.wait(min(seconds, self._coordinator.store_due_s(self._running.roster.waiting)))
+            self._connector.wait(min(seconds, self._coordinator.remote_due_s(self._running.roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""

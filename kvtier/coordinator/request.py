@@ -106,7 +106,7 @@ class FinishedRequest:
     """The outcome of a request. ``token_ids`` are the generated tokens, including the EOS that ended it.
 
     ``cached_tokens`` counts the prompt tokens that the first admission found, on the device and in the host tier. A
-    token counts as host if any group had to load a block for it. With a store behind the host tier there is a third
+    token counts as host if any group had to load a block for it. With a remote tier there is a third
     entry, "store": tokens of which any block was fetched for this request.
     """
 

@@ -1,4 +1,4 @@
-"""Whether a waiting request's prefix is in the store, and whether to fetch it.
+"""Whether a waiting request's prefix is in the remote, and whether to fetch it.
 
 Owns       the questions, and the choice.
 Promises   a request asks once. It waits for answers for a share of the time that its prefill would take, and not at all
@@ -9,7 +9,7 @@ Does not   admit: once a fetch has landed, the request finds its blocks in the h
 
 The first question asks for the end of the longest hit, and for some of the tiles before it. Tiles are there up to some
 point, which further questions enclose. If the longest hit's end is not there, the last question asks for the ends of
-shorter hits, from that point downwards. A store that has lost single tiles may say too much: the fetch then fails.
+shorter hits, from that point downwards. A remote that has lost single tiles may say too much: the fetch then fails.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ComputeSeconds = Callable[[int, int], float | None]
 
 
 class Asking(Protocol):
-    """A request, as far as the store is concerned."""
+    """A request, as far as the remote is concerned."""
 
     seek: Seek | None
 
@@ -79,7 +79,7 @@ class Seeker(Generic[_A]):
         return seek.until_s if seek is not None and looks else float("inf")
 
     def is_waiting(self, seq: _A) -> bool:
-        """Whether the request should wait for the store: for an answer, or for its fetch. Starts either."""
+        """Whether the request should wait for the remote: for an answer, or for its fetch. Starts either."""
         seek = seq.seek
         if seek is None:
             match = self._match(seq)
@@ -183,14 +183,14 @@ class Seeker(Generic[_A]):
     def _end_look(self, keys: KeyArray, seek: Seek, state: SeekState) -> None:
         """All is known that answers can tell."""
         plan, reach = self._plan, seek.low * self._plan.stride
-        if any(plan.tiles_of(n) > reach for n in seek.there):  # the store has lost what stands before these ends
+        if any(plan.tiles_of(n) > reach for n in seek.there):  # the remote has lost what stands before these ends
             self._remote.forget(plan.names_at(keys, reach + plan.stride), were_believed=True)
         if seek.is_late or state is SeekState.OVER:
             self._believe(keys, seek)
         self._remote.end_look(seek, state)
 
     def _believe(self, keys: KeyArray, seek: Seek) -> None:
-        """The tiles that the store has are not fetched, and need not be stored."""
+        """The tiles that the remote has are not fetched, and need not be stored."""
         for at in range(seek.here + 1, seek.low + 1) if self._plan.has_full else ():
             self._remote.believe(self._plan.names_at(keys, at * self._plan.stride))
 

@@ -1,4 +1,4 @@
-"""Where the tokens of a hit come from: the device, the host tier, or a store behind it.
+"""Where the tokens of a hit come from: the device, the host tier, or a remote tier.
 
 Promises   each token of a hit has one source. It is the slowest of its blocks' sources, over all groups.
 Does not   change anything.
@@ -17,7 +17,7 @@ from kvtier.journal import Admitted
 from kvtier.pools.block_pool import Ids
 from kvtier.spec import CacheSpec
 
-TIERS = ("device", "host", "store")
+TIERS = ("device", "host", "remote")
 
 
 class Loads(NamedTuple):
@@ -80,7 +80,7 @@ class Sources:
         )
 
     def _fetched(self, seq: Tracked | None, loads: Loads) -> Loads:
-        """The loads of blocks that came from the store for ``seq``."""
+        """The loads of blocks that came from the remote for ``seq``."""
         came = np.zeros(len(loads.at), bool)
         if seq is not None and seq.seek is not None and len(seq.seek.fetched):
             came = np.isin(seq.keys[(loads.at + 1) * self._units[loads.groups] - 1][:, 0], seq.seek.fetched[:, 0])

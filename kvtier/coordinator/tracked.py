@@ -86,7 +86,7 @@ class Tracked:
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int, int] = field(default=(0, 0, 0))  # tokens from (device, host, store) by this admission
-    seek: Seek | None = None  # what it has asked the store behind the host tier
+    seek: Seek | None = None  # what it has asked the remote tier
     arrived_s: float = field(default_factory=time.perf_counter)
     queue_s: float | None = None  # until it first ran
 

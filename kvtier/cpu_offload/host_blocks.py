@@ -1,4 +1,4 @@
-"""Whole blocks of a host tier that is copied in fragments, for a store behind it."""
+"""Whole blocks of a host tier that is copied in fragments, for a remote tier."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class OutsideSpec:
 
 
 def _plain(group: OutsideGroup) -> OutsideGroup:
-    """The same of plain ints, which names in a store are made of. Raises ``ConfigError``."""
+    """The same of plain ints, which names in a remote are made of. Raises ``ConfigError``."""
     tokens, blocks = integer(group.block_tokens), integer(group.num_blocks)
     if tokens is None or blocks is None or not (1 <= tokens < MOST_IDS and 1 <= blocks < MOST_IDS):
         raise ConfigError(f"group {group.name!r}: block_tokens and num_blocks must be positive integers below 2**31")

@@ -1,4 +1,4 @@
-"""What goes between a host tier and the store behind it, as plain data: other processes may carry it out.
+"""What goes between a host tier and the remote tier, as plain data: other processes may carry it out.
 
 Promises   receipts of several workers add up: what became of an object is the worst that became of it anywhere.
 Does not   know stores: ``kvtier.remote.relay`` makes parcels, and calls of a store of them.

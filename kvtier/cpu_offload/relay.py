@@ -41,7 +41,7 @@ class Orders(NamedTuple):
     after: tuple[int, ...] = ()
     """Stores, by ticket. Whatever the worker enqueues from now on writes after them."""
     parcels: tuple[Parcel, ...] = ()
-    """For the store behind the host tier, if there is one."""
+    """For the remote tier, if there is one."""
 
 
 class End(NamedTuple):

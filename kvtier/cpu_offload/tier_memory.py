@@ -75,7 +75,7 @@ class ByteArena(Protocol):
 
 
 class HostSide(Protocol):
-    """What a store needs of a host tier's memory. ``TierMemory`` has it, too."""
+    """What a remote needs of a host tier's memory. ``TierMemory`` has it, too."""
 
     @property
     def arenas(self) -> tuple[ByteArena, ByteArena]:

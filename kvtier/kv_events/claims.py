@@ -4,13 +4,13 @@ Owns       where each key can be found, for keys with a known text and for other
 Promises   a block is claimed if a hit can end at it or at a block that follows it. So all before it is there in the
            full-attention groups. At the hit's end every local group has what its mask needs. A listener who
            looks for the longest prefix of a text finds at least the hit that ``match`` would, up to its last block.
-           A block that is claimed has all blocks before it claimed (I25). With a store, hits that fetch from it count
+           A block that is claimed has all blocks before it claimed (I25). With a remote, hits that fetch from it count
            as well, while it is used.
 Does not   tell when: ``take`` says what has changed since it was called last.
 
 A router knows full attention alone. Where windows lie is folded into this one claim: what they rule out is not told.
 A block is claimed in one medium: the device's as long as it and all before it are there, the host's as long as all of
-them are in either tier, else the store's.
+them are in either tier, else the remote's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvtier.events import EventKind, KVEvent
 from kvtier.kv_events import wire
-from kvtier.kv_events.stored import Needs, StoreRule, runs_of
+from kvtier.kv_events.stored import Needs, RemoteRule, runs_of
 from kvtier.kv_events.texts import Ordered, Run, Texts
 from kvtier.remote.objects import Name, ObjectPlan
 from kvtier.spec import CacheSpec, Kind
@@ -41,7 +41,7 @@ class Claims:
     """Of one cache whose groups have blocks of one size."""
 
     def __init__(self, spec: CacheSpec, most_blocks: int, plan: ObjectPlan | None = None) -> None:
-        """``most_blocks``: of texts that are known, at most. ``plan``: of the objects in the store, if there is one."""
+        """``most_blocks``: of texts that are known, at most. ``plan``: of the objects in the remote, if any."""
         self.block_tokens = spec.hit_tokens
         self._bits = {
             (name, tier): 1 << (2 * g + side)
@@ -51,12 +51,12 @@ class Claims:
         self._full = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL]
         self._local = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
         self._needs = [Needs(group) for group in spec.groups if group.attention.kind is not Kind.FULL]
-        self._rule = None if plan is None else StoreRule(plan, spec)
-        self._store_is_used = False
+        self._rule = None if plan is None else RemoteRule(plan, spec)
+        self._remote_is_used = False
         num_local = len(self._local), 0 if self._rule is None else self._rule.num_big_local
         self.texts = Texts(self.block_tokens, num_local, most_blocks, self._forget)
         self._loose: dict[int, int] = {}  # where keys of no known text can be found
-        self._loose_stored: dict[int, int] = {}  # and what the store has under such keys
+        self._loose_remote: dict[int, int] = {}  # and what the remote has under such keys
         self._changed: set[Run] = set()
         self._gone: list[wire.Event] = []
 
@@ -65,7 +65,7 @@ class Claims:
         run = self.texts.add(keys, tokens)
         if run is None:
             return
-        for bits, loose in ((run.found, self._loose), (run.stored, self._loose_stored)):
+        for bits, loose in ((run.found, self._loose), (run.stored, self._loose_remote)):
             if loose:
                 pop = loose.pop
                 bits[:] = [pop(key, 0) for key in run.keys]
@@ -90,17 +90,17 @@ class Claims:
                     run.found[at] &= ~np.uint64(bit)
             self._changed.update(touched)
 
-    def note_store(self, changes: Mapping[Name, bool], is_used: bool) -> None:
-        """Objects that the store has now, or may not have any more; and whether requests are asked for there."""
+    def note_remote(self, changes: Mapping[Name, bool], is_used: bool) -> None:
+        """Objects that the remote has now, or may not have any more; and whether requests are asked for there."""
         assert self._rule is not None
-        if is_used != self._store_is_used:
-            self._store_is_used = is_used
+        if is_used != self._remote_is_used:
+            self._remote_is_used = is_used
             self._changed.update(self.texts.runs)
         for name, comes in changes.items():
             key, bit = self._rule.place(name)
             place = self.texts.find(key)
             if place is None:
-                _note_loose(self._loose_stored, key, bit, comes)
+                _note_loose(self._loose_remote, key, bit, comes)
                 continue
             run, at = place
             bits = int(run.stored[at])
@@ -109,7 +109,7 @@ class Claims:
 
     def _forget(self, run: Run) -> None:
         """A run is known no more; it has no followers."""
-        for found, loose in ((run.found, self._loose), (run.stored, self._loose_stored)):
+        for found, loose in ((run.found, self._loose), (run.stored, self._loose_remote)):
             loose |= {key: bits for key, bits in zip(run.keys, found.tolist(), strict=True) if bits}
         self._gone += self._removed(run, np.zeros(len(run), np.uint8))
         self._changed.discard(run)
@@ -187,8 +187,8 @@ class Claims:
         live = run.complete.copy()
         for k, needs in enumerate(self._needs):
             live &= run.runs[k] >= needs.of(run.start, run.start + len(run))
-        if self._store_is_used:
-            live |= run.by_store
+        if self._remote_is_used:
+            live |= run.by_remote
         for follower in run.followers:
             if follower.live[0]:
                 live[follower.at] = True

@@ -21,7 +21,7 @@ from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.errors import ConfigError
 from kvtier.events import KVEvents
 from kvtier.kv_events.config import KVEventsConfig
-from kvtier.kv_events.stored import StoreNews
+from kvtier.kv_events.stored import RemoteNews
 from kvtier.remote.known import MOST_KNOWN, Changes
 from kvtier.spec import Kind
 
@@ -52,7 +52,7 @@ class KVEventPublisher:
 
         self._remote = cache.core.coordinator.remote
         self._stored: Changes | None = None if self._remote is None else self._remote.listen()
-        self._store_is_used = False
+        self._remote_is_used = False
         claims = Claims(cache.spec, _most_blocks(cache), None if self._remote is None else self._remote.plan)
         self._interval_s, self._due_s = interval_s, 0.0
         self._open: dict[str, Request] = {}
@@ -82,17 +82,17 @@ class KVEventPublisher:
         self._due_s = time.monotonic() + self._interval_s
         if self._worker.takes_more and not self._cache.is_closed:
             self._worker.hand(self._events.poll())
-            self._look_at_store()
+            self._look_at_remote()
         elif self._worker.has_ended:
             self._stored = None  # nobody takes what comes
 
-    def _look_at_store(self) -> None:
+    def _look_at_remote(self) -> None:
         if self._remote is None or self._stored is None:
             return
         changes, is_used = self._stored.take(), self._remote.is_usable
-        if changes or is_used != self._store_is_used:
-            self._store_is_used = is_used
-            self._worker.hand_of_store(StoreNews(changes, is_used))
+        if changes or is_used != self._remote_is_used:
+            self._remote_is_used = is_used
+            self._worker.hand_of_remote(RemoteNews(changes, is_used))
 
     def close(self) -> None:
         """Tells listeners that nothing is there any more, and gives the addresses back. Twice does nothing."""

@@ -1,10 +1,10 @@
-"""Which hits the store behind the host tier allows, by what is known to lie there.
+"""Which hits the remote tier allows, by what is known to lie there.
 
-Owns       nothing: what is known of the store stands in the runs.
-Promises   the same answer as ``seek`` gives once the store has said what it has: at which boundaries a hit can end
+Owns       nothing: what is known of the remote stands in the runs.
+Promises   the same answer as ``seek`` gives once the remote has said what it has: at which boundaries a hit can end
            whose blocks come from all three tiers. The full-attention blocks up to the last tile are here or in tiles;
            what the boundary needs beyond them lies under the boundary's own name, or in blocks by themselves.
-Does not   know whether the fetch would be worth its time, or whether the store still has what it was seen to have.
+Does not   know whether the fetch would be worth its time, or whether the remote still has what it was seen to have.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TILE, END = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class StoreNews:
-    """Objects that the store has now, or may not have any more; and whether requests are asked for there."""
+class RemoteNews:
+    """Objects that the remote has now, or may not have any more; and whether requests are asked for there."""
 
     changes: Mapping[Name, bool]
     is_used: bool
@@ -57,7 +57,7 @@ def runs_of(there: Mask, before: int) -> npt.NDArray[np.int64]:
     return np.where(last < 0, places + 1 + before, places - last)
 
 
-class StoreRule:
+class RemoteRule:
     """For caches whose texts ``plan`` cuts into objects."""
 
     def __init__(self, plan: ObjectPlan, spec: CacheSpec) -> None:
@@ -80,7 +80,7 @@ class StoreRule:
         return int(np.frombuffer(key, np.uint64)[0]), self._bits[kind]
 
     def go_down(self, run: Run, there: Callable[[Run, int], Mask]) -> Mask:
-        """Brings up to date where hits can end thanks to the store; returns which blocks matter to followers anew.
+        """Brings up to date where hits can end thanks to the remote; returns which blocks matter to followers anew.
 
         ``there(run, g)``: whether a tier here has the blocks of group g. Wants ``run.complete`` and those before it up
         to date.
@@ -106,7 +106,7 @@ class StoreRule:
             big_runs[k] = runs_of(there(run, g) | own, carried)
             hit &= (big_runs[k] >= need) & (own | by_end | (need == 0))
         differs: Mask = (reach != run.reach) | (have != run.big) | (big_runs != run.big_runs).any(0)
-        run.reach, run.big, run.big_runs, run.by_store = reach, have, big_runs, hit
+        run.reach, run.big, run.big_runs, run.by_remote = reach, have, big_runs, hit
         return differs
 
     def _needs_end(self, run: Run, at: npt.NDArray[np.int64]) -> Mask:

@@ -26,7 +26,7 @@ class Run:
         "at",
         "big",
         "big_runs",
-        "by_store",
+        "by_remote",
         "claimed",
         "complete",
         "followers",
@@ -70,15 +70,15 @@ class Run:
         self.runs = np.zeros((num_local, n), np.int64)
         """By local group: blocks there, one after the other, that end with this one."""
         self.stored = np.zeros(n, np.uint64)
-        """Bits of objects that the store has under the key of each block (``kvtier.kv_events.stored``)."""
+        """Bits of objects that the remote has under the key of each block (``kvtier.kv_events.stored``)."""
         self.reach = np.zeros(n, bool)
-        """Whether the tiles up to here are in the store, or their blocks in the tiers here."""
+        """Whether the tiles up to here are in the remote, or their blocks in the tiers here."""
         self.big = np.zeros(n, bool)
         """Whether all full-attention blocks up to here that are objects by themselves are there, or here."""
         self.big_runs = np.zeros((num_big_local, n), np.int64)
-        """As ``runs``, for groups whose blocks are objects by themselves: in the store or here."""
-        self.by_store = np.zeros(n, bool)
-        """Whether the store allows a hit that ends here."""
+        """As ``runs``, for groups whose blocks are objects by themselves: in the remote or here."""
+        self.by_remote = np.zeros(n, bool)
+        """Whether the remote allows a hit that ends here."""
         self.live = np.zeros(n, bool)
         """Whether a hit ends here, or at a block that follows."""
         self.claimed = np.zeros(n, np.uint8)
@@ -124,7 +124,7 @@ class Texts:
     def __init__(
         self, block_tokens: int, num_local: tuple[int, int], most_blocks: int, forget: Callable[[Run], None]
     ) -> None:
-        """``num_local``: groups that are local, and those of them whose blocks are objects of a store by themselves.
+        """``num_local``: groups that are local, and those of them whose blocks are objects of a remote by themselves.
         ``forget`` is told of each run that goes."""
         self._block_tokens, self._num_local = block_tokens, num_local
         self.most_blocks = most_blocks

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
-"""Media: the device tier, the host tier, and the store behind it. No event has an ``ownership`` (docs/adr/0030)."""
+"""Media: the device tier, the host tier, and the remote tier. No event has an ``ownership`` (docs/adr/0030)."""
 FULL_GROUP = 0
 """``group_idx`` of full attention: the only group that routers count."""
 

@@ -28,7 +28,7 @@ from kvtier.kv_events import wire
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.sender import Sender
-from kvtier.kv_events.stored import StoreNews
+from kvtier.kv_events.stored import RemoteNews
 
 log = logging.getLogger("kvtier.kv_events")
 
@@ -52,7 +52,7 @@ class Worker:
         self._root = chain.root(None, None, ())
         self._units = claims.block_tokens // chain.unit_tokens
         self._most, self._kept = config.max_queue_size, config.buffer_steps
-        self._queue: deque[Text | list[KVEvent] | StoreNews] = deque()
+        self._queue: deque[Text | list[KVEvent] | RemoteNews] = deque()
         self._encoder = wire.Encoder()
         self._closing = False
         self._joined, self._greets_from_s = False, 0.0
@@ -84,12 +84,12 @@ class Worker:
         if len(news) and self.takes_more:
             self._put(news)
 
-    def hand_of_store(self, news: StoreNews) -> None:
+    def hand_of_remote(self, news: RemoteNews) -> None:
         """Lost only if ``has_ended``: nobody knows afterwards what has changed. Ask ``takes_more`` first."""
         if not self.has_ended:
             self._put(news)
 
-    def _put(self, news: Text | list[KVEvent] | StoreNews) -> None:
+    def _put(self, news: Text | list[KVEvent] | RemoteNews) -> None:
         self._queue.append(news)
         os.eventfd_write(self._news, 1)
 
@@ -131,9 +131,9 @@ class Worker:
             self._queue.clear()
             self._sender.close()
 
-    def _take(self, news: Text | list[KVEvent] | StoreNews) -> None:
-        if isinstance(news, StoreNews):
-            self._claims.note_store(news.changes, news.is_used)
+    def _take(self, news: Text | list[KVEvent] | RemoteNews) -> None:
+        if isinstance(news, RemoteNews):
+            self._claims.note_remote(news.changes, news.is_used)
             return
         if isinstance(news, list):
             self._claims.note(news)

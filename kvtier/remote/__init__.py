@@ -1,1 +1,1 @@
-"""The tier behind the host tier: a store that machines share and that survives a restart."""
+"""The tier behind the host tier: a remote that machines share and that survives a restart."""

@@ -1,6 +1,6 @@
-"""What keeps blocks beyond this process: ``BlockStore``, a small protocol in front of engines that others maintain.
+"""What keeps blocks beyond this process: ``Backend``, a small protocol in front of engines that others maintain.
 
-An *object* is a few blocks under one name, and a trailer that says what they are (``envelope``). A store knows names
+An *object* is a few blocks under one name, and a trailer that says what they are (``envelope``). A backend knows names
 and bytes, and nothing of blocks.
 """
 
@@ -20,7 +20,7 @@ Buffers = Sequence[memoryview]
 
 After = Callable[[int, int | None], str]
 """What is wrong with object k, which has just been read; "" if nothing is. The second: the sum of all its words
-(``envelope.checksum_of``), if the store has taken it while it read, as it may."""
+(``envelope.checksum_of``), if the backend has taken it while it read, as it may."""
 
 
 class Outcome(Enum):
@@ -32,7 +32,7 @@ class Outcome(Enum):
     FAILED = "failed"
     """It went wrong, took too long, or what came back is not what was stored."""
     REFUSED = "refused"
-    """The store is full, or does not let us write."""
+    """The backend is full, or does not let us write."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Answer:
 PROTOCOL = ("register", "look", "put", "get", "delete", "poll", "wait", "wake", "close")
 
 
-class BlockStore(Protocol):
-    """A store, as the tier uses it: from one thread, except ``wake``. Nothing raises; ``poll`` never waits.
+class Backend(Protocol):
+    """A backend, as the tier uses it: from one thread, except ``wake``. Nothing raises; ``poll`` never waits.
 
-    Names and objects may be made as they are asked for: a store asks for each on its own threads, when its turn comes.
-    A call is known by its ``ticket``, and ends with one ``Answer``, even after its deadline: until then the store may
+    Names and objects may be made as they are asked for: a backend asks for each on its own threads, in its turn.
+    A call is known by its ``ticket``, and ends with one ``Answer``, even after its deadline: until then the backend may
     read or write the buffers. ``on_news`` is called from any thread whenever ``poll`` has something to tell.
     """
 
@@ -77,7 +77,7 @@ class BlockStore(Protocol):
     ) -> None:
         """Stores objects. An object of that name may be there already: it is replaced, or stays.
 
-        ``before(k)`` is called on a thread of the store before object k is read: it writes the trailer. What it raises
+        ``before(k)`` is called on a thread of the backend before object k is read: it writes the trailer. Its exception
         is the reason why object k FAILED, and so with ``after`` of ``get``. Neither touches another object.
         """
 
@@ -91,7 +91,7 @@ class BlockStore(Protocol):
     ) -> None:
         """Reads objects into buffers, which are undefined unless the outcome is OK. Another length is FAILED.
 
-        ``after(k, total)`` is called on a thread of the store once object k is there.
+        ``after(k, total)`` is called on a thread of the backend once object k is there.
         """
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:

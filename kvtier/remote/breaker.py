@@ -1,7 +1,7 @@
-"""``Breaker``: after failures in a row, a store is left alone, but for a try a second.
+"""``Breaker``: after failures in a row, a remote is left alone, but for a try a second.
 
-Questions and moves are counted apart: a store may know what it has, and not be able to bring it. While the store still
-has too many moves that were given up, there is no try: each costs its request the whole wait, and the host its blocks.
+Questions and moves are counted apart: a remote may know what it has, and not be able to bring it. While it still has
+too many moves that were given up, there is no try: each costs its request the whole wait, and the host its blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Tried(Enum):
 
 
 class Breaker:
-    """Of one store."""
+    """Of one remote."""
 
     def __init__(self) -> None:
         self.hanging = 0
@@ -31,11 +31,11 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is left alone."""
+        """Whether the remote is left alone."""
         return self.hanging >= MOST_HANGING or max(self._failures.values()) >= FAILURES
 
     def _is_open_for(self, what: Tried) -> bool:
-        """Questions need a store that moves; moves go on if answers are late alone."""
+        """Questions need a remote that moves; moves go on if answers are late alone."""
         if what is Tried.MOVE:
             return self.hanging >= MOST_HANGING or self._failures[Tried.MOVE] >= FAILURES
         return self.is_open

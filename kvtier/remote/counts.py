@@ -11,7 +11,7 @@ from kvtier.cpu_offload.books import Latencies
 from kvtier.remote.block_store import DAMAGED, Answer, Outcome
 from kvtier.remote.damages import KINDS, kind_of
 from kvtier.remote.moves import Move, Way
-from kvtier.stats import StoreStats
+from kvtier.stats import RemoteStats
 
 
 @dataclass
@@ -93,10 +93,10 @@ class RemoteCounts:
             speed = num_bytes / max(answer.seconds, 1e-6)
             self.fetch_bytes_per_s = speed if not self.fetch_bytes_per_s else 0.7 * self.fetch_bytes_per_s + 0.3 * speed
 
-    def stats(self, kind: str, is_on: bool, breaker_open: bool, live: int) -> StoreStats:
+    def stats(self, kind: str, is_on: bool, breaker_open: bool, live: int) -> RemoteStats:
         """A snapshot."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return StoreStats(
+        return RemoteStats(
             kind=kind,
             is_on=is_on,
             breaker_open=breaker_open,

@@ -1,4 +1,4 @@
-"""The kinds of damage that objects in a store have, by the words in which it is told (docs/REMOTE.md)."""
+"""The kinds of damage that objects in a remote have, by the words in which it is told (docs/REMOTE.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``DirectoryStore``: a ``BlockStore`` in a directory, of one machine or shared by several.
+"""``DirectoryBackend``: a ``Backend`` in a directory, of one machine or shared by several.
 
 Promises   an object is there as a whole or not at all (``folder``, which also says who can read it). A hit makes an
-           object young again, once an hour at most, so that ``kvtier store gc`` takes what nobody reads.
+           object young again, once an hour at most, so that ``kvtier remote gc`` takes what nobody reads.
 Does not   wait for the disk: after a power cut an object may be torn, which its trailer tells. Does not evict.
 
 Small pieces are read straight into the buffers. Large ones are read into a little memory that stays in the CPU's cache;
@@ -28,10 +28,10 @@ from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.folder import PRIVATE, Folder
 from kvtier.remote.names import ROOT
 from kvtier.remote.summing import WORD, Summing, Words, words_of
-from kvtier.remote.threaded import ThreadedStore, check_size
+from kvtier.remote.threaded import ThreadedBackend, check_size
 from kvtier.remote.threads import Failure, reason_of
 
-log = logging.getLogger("kvtier.store")
+log = logging.getLogger("kvtier.remote")
 
 RENEW_S = 3600.0
 SCRATCH_BYTES = 512 << 10
@@ -42,7 +42,7 @@ _MOST_PIECES = 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
-class DirectoryStore(ThreadedStore):
+class DirectoryBackend(ThreadedBackend):
     """Objects as files of a folder, which is made if it is not there."""
 
     kind = "file"
@@ -54,10 +54,10 @@ class DirectoryStore(ThreadedStore):
         try:
             self._folder.make()
             if objects.is_symlink():
-                raise ConfigError(f"{objects} is a link, and none below the store's directory is followed: remove it")
+                raise ConfigError(f"{objects} is a link, and none below the backend's directory is followed: remove it")
             _warn_of_others(self._folder, objects)
         except OSError as problem:
-            raise ConfigError(f"the store's directory {path} cannot be used: {problem}") from problem
+            raise ConfigError(f"the backend's directory {path} cannot be used: {problem}") from problem
         self._scratch = threading.local()
         super().__init__(threads)
 
@@ -136,10 +136,10 @@ def _refusals() -> Iterator[None]:
 
 
 def _warn_of_others(folder: Folder, objects: Path) -> None:
-    """Tells of rights beyond those that the store gives: who may write can put text there, who may read knows it."""
+    """Tells of rights beyond those that the backend gives: who may write can put text there, who may read knows it."""
     beyond = 0o077 & ~folder.folder_mode
     for path, bits, verb in ((folder.path, 0o022, "write"), (objects, 0o022, "write"), (objects, 0o055, "read")):
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & bits & beyond:
-            told = "the store's folder %s is one that others may %s: chmod %o %s, or say who shares it with ?mode=0660"
+            told = "the folder %s is one that others may %s: chmod %o %s, or say who shares it with ?mode=0660"
             log.warning(told, path, verb, folder.folder_mode, path)
             return

@@ -33,7 +33,7 @@ class _Text:
 
 
 class Disowned:
-    """Of one store. ``delete(names, answered)`` asks for a delete."""
+    """Of one remote. ``delete(names, answered)`` asks for a delete."""
 
     def __init__(self, delete: Callable[[list[Name], Callable[[Answer], None]], None]) -> None:
         self._delete = delete

@@ -3,7 +3,7 @@
 Owns       the format of the trailer, ``TRAILER_BYTES`` long and last in its object.
 Promises   ``check`` passes exactly what ``seal`` has sealed: this namespace, this key, this kind, these bytes. Any one
            word that changed is seen for certain, other damage but for a chance of 2^-64. With a secret, no object of
-           somebody without it passes. Both run on a store's thread, without the GIL for what takes time.
+           somebody without it passes. Both run on a remote's thread, without the GIL for what takes time.
 Does not   know blocks: a payload is whole 8-byte words, in pieces that may be cut differently at each end.
 
      0 magic              8 format    12 payload's byte order    16 namespace    32 key    48 kind (ASCII, zeros)
@@ -110,7 +110,7 @@ class Envelope:
             return "its payload has another checksum"
         if self._secret is not None:
             if not found.has_digest:
-                return "without a digest, which this store demands"
+                return "without a digest, which this remote demands"
             if not hmac.compare_digest(_digest(self._secret, bytes(trailer[:88]), buffers), found.digest):
                 return "not from a holder of the secret: its digest is another"
         return ""

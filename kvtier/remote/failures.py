@@ -1,6 +1,6 @@
 """What the log is told of objects that went wrong.
 
-Promises   a store that fails again and again writes one line a second and way. The line tells how many objects it
+Promises   a remote that fails again and again writes one line a second and way. The line tells how many objects it
            stands for, and names the first of them.
 """
 
@@ -13,14 +13,14 @@ from kvtier.remote.block_store import Answer
 from kvtier.remote.moves import Way
 from kvtier.remote.objects import Name
 
-log = logging.getLogger("kvtier.store")
+log = logging.getLogger("kvtier.remote")
 
 QUIET_S = 1.0
 """Between two lines of a way."""
 
 
-class StoreFailures:
-    """Of one store."""
+class RemoteFailures:
+    """Of one remote."""
 
     def __init__(self) -> None:
         self._silent_until = dict.fromkeys(Way, float("-inf"))

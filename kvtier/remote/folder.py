@@ -1,4 +1,4 @@
-"""``Folder``: what lies below a store's directory, opened through no link and seen by nobody else.
+"""``Folder``: what lies below a backend's directory, opened through no link and seen by nobody else.
 
 Owns       the rights of what is made there.
 Promises   a name leads to what lies below the directory, whatever links somebody puts in between, also while it is
@@ -158,7 +158,7 @@ class Folder:
             os.fchmod(file, self.mode)
 
     def _grant_folder(self, folder: int) -> None:
-        """And closes it. Who shares a store may hand its group on from folder to folder."""
+        """And closes it. Who shares a backend may hand its group on from folder to folder."""
         try:
             os.fchmod(folder, self.folder_mode | os.fstat(folder).st_mode & stat.S_ISGID)
         finally:

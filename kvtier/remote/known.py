@@ -1,7 +1,7 @@
 """Names that are known to be stored, the newest of them, and who is told of changes.
 
 Owns       these names, and those that were believed to be stored and are not.
-Promises   a listener's changes, one after the other, leave exactly the names that the store has said it has, as far as
+Promises   a listener's changes, one after the other, leave exactly the names that the remote has said it has, as far as
            they are kept here. One that never takes them costs no more than twice the names that are kept. Without a
            listener nothing is recorded.
 """
@@ -24,7 +24,7 @@ FRESH_S = 3600.0
 
 
 class Changes:
-    """Names that the store has now, or may not have any more, since ``take`` was called last."""
+    """Names that the remote has now, or may not have any more, since ``take`` was called last."""
 
     def __init__(self, there: dict[Name, bool]) -> None:
         self._news = there
@@ -45,7 +45,7 @@ class Known:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._names: OrderedDict[Name, bool] = OrderedDict()  # and whether the store has said so
+        self._names: OrderedDict[Name, bool] = OrderedDict()  # and whether the remote has said so
         self._since: dict[Name, float] = {}
         self._lost: OrderedDict[Name, None] = OrderedDict()
         self._listeners: WeakSet[Changes] | None = None
@@ -54,11 +54,11 @@ class Known:
         return name in self._names
 
     def is_fresh(self, name: Name) -> bool:
-        """Whether the store has got or told it not long ago."""
+        """Whether the remote has got or told it not long ago."""
         return self._now() < self._since.get(name, float("-inf")) + FRESH_S
 
     def add(self, name: Name) -> None:
-        """The store is about to have it."""
+        """The remote is about to have it."""
         self._names.setdefault(name, False)
         self._names.move_to_end(name)
         self._since[name] = self._now()
@@ -67,13 +67,13 @@ class Known:
             self._drop(next(iter(self._names)))
 
     def confirm(self, name: Name) -> None:
-        """The store has it; nothing changes if it was forgotten since ``add``."""
+        """The remote has it; nothing changes if it was forgotten since ``add``."""
         if self._names.get(name) is False:
             self._names[name] = True
             self._tell(name, True)
 
     def forget(self, name: Name, was_believed: bool = False) -> None:
-        """The store may not have it. ``was_believed``: somebody may hold that it has."""
+        """The remote may not have it. ``was_believed``: somebody may hold that it has."""
         if name in self._names or was_believed:
             self._lost[name] = None
             if len(self._lost) > MOST_LOST:
@@ -93,7 +93,7 @@ class Known:
         return bool(np.isin(keys[:, 0], lost).any())
 
     def listen(self) -> Changes:
-        """Changes from now on, the first of which are all names that the store has. They end with their holder."""
+        """Changes from now on, the first of which are all names that the remote has. They end with their holder."""
         changes = Changes({name: True for name, is_there in self._names.items() if is_there})
         self._listeners = WeakSet() if self._listeners is None else self._listeners
         self._listeners.add(changes)

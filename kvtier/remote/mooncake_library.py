@@ -72,7 +72,7 @@ def meaning(code: int) -> tuple[Outcome, str]:
 
 @dataclass(frozen=True)
 class MooncakeOptions:
-    """What a store's address may say after its "?"."""
+    """What a backend's address may say after its "?"."""
 
     protocol: str = "tcp"
     """"tcp", "rdma", or another that the installed wheel can do."""
@@ -157,7 +157,7 @@ def seconds_in_force() -> float:
 
 
 def connect(library: Any, host: str, port: int, options: MooncakeOptions) -> Any:
-    """A client that owns no memory of the store. Raises ``ConfigError`` if there is no master."""
+    """A client that owns no memory of the backend. Raises ``ConfigError`` if there is no master."""
     set_environment(options.timeout_s)
     try:
         with socket.create_connection((host, port), timeout=options.timeout_s) as link:

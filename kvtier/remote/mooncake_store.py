@@ -1,4 +1,4 @@
-"""``MooncakeStore``: objects in the memory and on the SSDs of Mooncake's storage processes, on any machines.
+"""``MooncakeBackend``: objects in the memory and on the SSDs of Mooncake's storage processes, on any machines.
 
 Owns       a client without memory of its own, and a little registered memory for each move (``mooncake_memory``).
 Promises   objects move in batches, without a copy but for trailers and for objects of small pieces. A batch has few
@@ -26,7 +26,7 @@ from kvtier.remote.mooncake_library import (
     seconds_in_force,
 )
 from kvtier.remote.mooncake_memory import MOST_PIECES, Pieces, Stage, pieces_of, place, register
-from kvtier.remote.threads import Call, Rank, StoreThreads, reason_of
+from kvtier.remote.threads import BackendThreads, Call, Rank, reason_of
 
 BATCH_PIECES = MOST_PIECES
 BATCH_BYTES = 64 << 20
@@ -54,7 +54,7 @@ class _BatchedCall(Call):
     """What ended a batch because there is no master: the batches after it are not tried."""
 
 
-class MooncakeStore(StoreThreads):
+class MooncakeBackend(BackendThreads):
     """A client of the master at ``host:port``. It and ``register`` raise ``ConfigError``; nothing else raises."""
 
     kind = "mooncake"
@@ -83,7 +83,7 @@ class MooncakeStore(StoreThreads):
         atexit.register(self.close, AT_EXIT_S)  # a call under way would crash the process as it ends
 
     def register(self, memory: memoryview) -> None:
-        """See ``BlockStore``. Raises ``ConfigError`` if the network devices cannot have this memory."""
+        """See ``Backend``. Raises ``ConfigError`` if the network devices cannot have this memory."""
         address, size = place(memory)
         register(self._client, address, size)
         self._arena = range(address, address + size)
@@ -96,7 +96,7 @@ class MooncakeStore(StoreThreads):
         deadline_s: float,
         before: Callable[[int], None] | None = None,
     ) -> None:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
         work = partial(self._put_batch, names, objects, before)
         self._start_moves(Rank.PUT, ticket, names, objects, deadline_s, work)
 
@@ -108,16 +108,16 @@ class MooncakeStore(StoreThreads):
         deadline_s: float,
         after: After | None = None,
     ) -> None:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
         work = partial(self._get_batch, names, objects, after)
         self._start_moves(Rank.GET, ticket, names, objects, deadline_s, work)
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
-        """See ``BlockStore``. An object goes even if somebody reads it."""
+        """See ``Backend``. An object goes even if somebody reads it."""
         self._start(Rank.DELETE, ticket, names, deadline_s, partial(self._delete_batch, tuple(names)))
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
-        """See ``BlockStore``. Objects of a process that died count until the master misses it (``client_ttl``)."""
+        """See ``Backend``. Objects of a process that died count until the master misses it (``client_ttl``)."""
         self._start(Rank.LOOK, ticket, names, deadline_s, partial(self._look_batch, tuple(names)))
 
     def _end(self) -> None:
@@ -126,7 +126,7 @@ class MooncakeStore(StoreThreads):
         del self._client  # a call of a closed client would end this process
         client.close()
 
-    # --- on the store's threads -------------------------------------------------------------------
+    # --- on the backend's threads -------------------------------------------------------------------
 
     def _start(self, rank: Rank, ticket: int, names: Sequence[str], deadline_s: float, work: Work) -> None:
         call = _BatchedCall(ticket, len(names), deadline_s)

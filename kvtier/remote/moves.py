@@ -1,4 +1,4 @@
-"""What is under way between the host tier and a store: spills, fetches, and questions.
+"""What is under way between the host tier and a remote: spills, fetches, and questions.
 
 Promises   one object with one lifetime holds its pins. Each move ends exactly once, by the machine of states that
            transfers between device and host have. Keeps I18.
@@ -60,7 +60,7 @@ class Move:
 
 
 class SeekState(Enum):
-    """How far a request is with the store."""
+    """How far a request is with the remote."""
 
     LOOKING = "looking"
     FOUND = "found"
@@ -71,7 +71,7 @@ class SeekState(Enum):
 
 @dataclass(eq=False)
 class Seek:
-    """A request that asks the store for its prefix, once."""
+    """A request that asks the remote for its prefix, once."""
 
     state: SeekState
     until_s: float = 0.0
@@ -91,7 +91,7 @@ class Seek:
     here: int = 0
     """Tiles that the two tiers here have, ..."""
     low: int = 0
-    """... that are in the store or here for certain, and ..."""
+    """... that are in the remote or here for certain, and ..."""
     high: int = 0
     """... that may be, counted in strides of the plan of objects."""
     samples: list[int] = field(default_factory=list)
@@ -107,4 +107,4 @@ class Seek:
     is_second: bool = False
     """Whether the question is about shorter hits."""
     fetched: Words = field(default_factory=lambda: np.empty((0, 2), np.uint64))
-    """Keys of the blocks that came from the store for it."""
+    """Keys of the blocks that came from the remote for it."""

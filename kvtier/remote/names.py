@@ -90,9 +90,9 @@ def of_worker(namespace: bytes, rank: int, workers: int) -> bytes:
 
 def _check(model_id: str, secret: bytes) -> None:
     if not model_id:
-        raise ConfigError("a store needs model_id: the name of the weights, and of what computes K and V from them")
+        raise ConfigError("a remote needs model_id: the name of the weights, and of what computes K and V from them")
     if not secret:
-        raise ConfigError("a store needs key_secret: the same bytes in all processes that share it")
+        raise ConfigError("a remote needs key_secret: the same bytes in all processes that share it")
 
 
 def _digest(secret: bytes, *pairs: tuple[str, object]) -> bytes:

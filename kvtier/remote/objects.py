@@ -1,4 +1,4 @@
-"""Which objects a text is made of in a store: tiles of its full-attention blocks, and what a hit at its end needs.
+"""Which objects a text is made of in a remote: tiles of its full-attention blocks, and what a hit at its end needs.
 
 Owns       the cut of texts into objects.
 Promises   the same tokens make the same objects in every process with the same geometry. An object has ``least_bytes``
@@ -82,7 +82,7 @@ _NO_KEYS = np.empty((0, 2), np.uint64)
 _ALL = 2**31
 
 
-class StoredGroup(Protocol):
+class KeptGroup(Protocol):
     """A group, as far as the cut of texts is concerned."""
 
     @property
@@ -98,11 +98,11 @@ class StoredGroup(Protocol):
         """Bytes of a block."""
 
 
-class StoredSpec(Protocol):
+class KeptSpec(Protocol):
     """The groups of a cache, or of an engine with memory of its own."""
 
     @property
-    def groups(self) -> Sequence[StoredGroup]:
+    def groups(self) -> Sequence[KeptGroup]:
         """In the order of the pools."""
 
     @property
@@ -117,7 +117,7 @@ class StoredSpec(Protocol):
 class ObjectPlan:
     """The cut of texts of a cache with these groups."""
 
-    def __init__(self, spec: StoredSpec, least_bytes: int | None = None) -> None:
+    def __init__(self, spec: KeptSpec, least_bytes: int | None = None) -> None:
         least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self.unit = spec.hit_tokens
         """Hits are multiples of it."""

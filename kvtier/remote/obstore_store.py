@@ -1,8 +1,8 @@
-"""``ObstoreStore``: a ``BlockStore`` in S3, Google Cloud Storage, Azure or this process's memory, by ``obstore``.
+"""``ObjectBackend``: a ``Backend`` in S3, Google Cloud Storage, Azure or this process's memory, by ``obstore``.
 
-Promises   an object is there as a whole or not at all: no store of these shows a half-written one. Nothing is retried
+Promises   an object is there as a whole or not at all: no backend of these shows a half-written one. Nothing is retried
            past ``timeout_s``.
-Does not   evict: a bucket's lifecycle rules do, or ``kvtier store gc``.
+Does not   evict: a bucket's lifecycle rules do, or ``kvtier remote gc``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.remote.block_store import Buffers, Outcome
 from kvtier.remote.names import ROOT
-from kvtier.remote.threaded import ThreadedStore, check_size
+from kvtier.remote.threaded import ThreadedBackend, check_size
 from kvtier.remote.threads import Failure, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-log = logging.getLogger("kvtier.store")
+log = logging.getLogger("kvtier.remote")
 
 _FULL = re.compile(r"status code: (401|403|507)\b|quota ?exceeded", re.IGNORECASE)
 """Unauthorized, Forbidden, Insufficient Storage."""
@@ -43,12 +43,12 @@ def load_obstore() -> ModuleType:
     try:
         import obstore
     except ModuleNotFoundError as problem:
-        raise ConfigError("this store needs obstore; install it with: pip install 'kvtier[store]'") from problem
+        raise ConfigError("this backend needs obstore; install it with: pip install 'kvtier[remote]'") from problem
     return obstore
 
 
 def http_options(timeout_s: float, retries: int = 1) -> dict[str, Any]:
-    """obstore's arguments for a store behind HTTP: no request takes longer than ``timeout_s``, its retries included."""
+    """obstore's arguments for HTTP: no request takes longer than ``timeout_s``, its retries included."""
     whole = timedelta(seconds=timeout_s)
     return {
         "client_options": {"timeout": whole, "connect_timeout": min(whole, timedelta(seconds=5))},
@@ -56,25 +56,25 @@ def http_options(timeout_s: float, retries: int = 1) -> dict[str, Any]:
     }
 
 
-def check_bucket(store: ObjectStore, place: str) -> None:
+def check_bucket(backend: ObjectStore, place: str) -> None:
     """Asks for a list of objects. Raises ``ConfigError`` for a bucket that is not there or refuses.
 
     One that does not answer now may do so later: the log is told.
     """
     try:
-        next(iter(load_obstore().list(store, ROOT)), None)
+        next(iter(load_obstore().list(backend, ROOT)), None)
     except Exception as problem:
         if _NEVER.search(str(problem)):
             raise ConfigError(f"{place} cannot be used: {reason_of(problem)}") from problem
         log.warning("%s does not answer: %s", place, reason_of(problem))
 
 
-class ObstoreStore(ThreadedStore):
+class ObjectBackend(ThreadedBackend):
     """Objects of an obstore ``ObjectStore``."""
 
-    def __init__(self, store: ObjectStore, kind: str, threads: int) -> None:
+    def __init__(self, backend: ObjectStore, kind: str, threads: int) -> None:
         self._obstore = load_obstore()
-        self.store = store
+        self.backend = backend
         self.kind = kind
         super().__init__(threads)
 
@@ -85,7 +85,7 @@ class ObstoreStore(ThreadedStore):
 
     def _is_there(self, name: str) -> bool:
         try:
-            self._obstore.head(self.store, name)
+            self._obstore.head(self.backend, name)
         except FileNotFoundError:
             return False
         return True
@@ -95,7 +95,7 @@ class ObstoreStore(ThreadedStore):
 
         async def ask(name: str) -> None:
             async with turns:
-                await self._obstore.head_async(self.store, name)
+                await self._obstore.head_async(self.backend, name)
 
         found = await asyncio.gather(*map(ask, names), return_exceptions=True)
         for answer in found:
@@ -109,12 +109,12 @@ class ObstoreStore(ThreadedStore):
         is_copied = self.kind == "memory" or sum(map(len, buffers)) < len(buffers) * _SMALL_PIECE
         pieces = [b"".join(buffers)] if is_copied else list(buffers)
         try:
-            self._obstore.put(self.store, name, pieces, use_multipart=False)
+            self._obstore.put(self.backend, name, pieces, use_multipart=False)
         except Exception as problem:
             raise _failure(problem) from problem
 
     def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
-        found = self._obstore.get(self.store, name)
+        found = self._obstore.get(self.backend, name)
         check_size(found.meta["size"], buffers)
         data = np.frombuffer(found.bytes(), np.uint8)
         check_size(len(data), buffers)
@@ -126,9 +126,9 @@ class ObstoreStore(ThreadedStore):
 
     def _delete(self, name: str) -> None:
         if self.kind == "memory":
-            self._obstore.head(self.store, name)  # its delete does not say that nothing is there
+            self._obstore.head(self.backend, name)  # its delete does not say that nothing is there
         try:
-            self._obstore.delete(self.store, name)
+            self._obstore.delete(self.backend, name)
         except FileNotFoundError:
             raise
         except Exception as problem:

@@ -11,18 +11,18 @@ from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.tier_memory import HostSide, TierMemory
 from kvtier.keys import KeyChain
 from kvtier.pools.block_pool import BlockPools
-from kvtier.remote.block_store import BlockStore
+from kvtier.remote.block_store import Backend
 from kvtier.remote.names import namespace, of_worker, outside_namespace
 from kvtier.remote.objects import ObjectPlan
-from kvtier.remote.relay import RelayedStore, RelayedWire, StoreWorker
+from kvtier.remote.relay import RelayedBackend, RelayedWire, RemoteWorker
 from kvtier.remote.tier import RemoteTier
-from kvtier.remote.uri import PATIENCE, SpillWhen, open_store, parse_uri
+from kvtier.remote.uri import PATIENCE, SpillWhen, open_backend, parse_uri
 from kvtier.remote.wire import Wire
 from kvtier.spec import CacheSpec
 
 
 def open_remote(
-    uri: str | BlockStore,
+    uri: str | Backend,
     chain: KeyChain,
     secret: bytes,
     spec: CacheSpec,
@@ -31,21 +31,22 @@ def open_remote(
     connector: Connector,
     deadline_s: float,
 ) -> RemoteTier:
-    """A tier over the store at ``uri``, behind these host pools. Raises ``ConfigError``."""
+    """A tier over the remote at ``uri``, behind these host pools. Raises ``ConfigError``."""
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = namespace(chain, spec, secret, plan.signature)
-    store, wire = _open(uri, memory, name, secret)
-    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri)), store, connector)
+    backend, wire = _open(uri, memory, name, secret)
+    tier = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
+    return _tier(tier, backend, connector)
 
 
-def store_namespace(chain: KeyChain, spec: CacheSpec, secret: bytes) -> str:
-    """The namespace of ``open_remote``'s objects, as ``kvtier store ls`` shows it."""
+def remote_namespace(chain: KeyChain, spec: CacheSpec, secret: bytes) -> str:
+    """The namespace of ``open_remote``'s objects, as ``kvtier remote ls`` shows it."""
     return namespace(chain, spec, secret, ObjectPlan(spec).signature).hex()
 
 
 def open_outside(
-    uri: str | BlockStore,
+    uri: str | Backend,
     model_id: str,
     secret: bytes,
     spec: OutsideSpec,
@@ -58,12 +59,13 @@ def open_outside(
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
-    store, wire = _open(uri, memory, name, secret)
-    return _tier(RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri)), store, connector)
+    backend, wire = _open(uri, memory, name, secret)
+    tier = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
+    return _tier(tier, backend, connector)
 
 
 def open_relayed(
-    uri: str | BlockStore,
+    uri: str | Backend,
     model_id: str,
     secret: bytes,
     spec: OutsideSpec,
@@ -71,50 +73,50 @@ def open_relayed(
     connector: Connector,
     deadline_s: float,
     workers: int,
-) -> tuple[RemoteTier, RelayedStore]:
+) -> tuple[RemoteTier, RelayedBackend]:
     """For the scheduler of such an engine, whose bytes lie in ``workers`` other processes. Raises ``ConfigError``."""
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
     sizes = np.array([workers * group.block_bytes for group in spec.groups], np.int64)
-    own = open_store(uri) if isinstance(uri, str) else uri
-    store = RelayedStore(own, connector.engine.now)
+    own = open_backend(uri) if isinstance(uri, str) else uri
+    backend = RelayedBackend(own, connector.engine.now)
     wire = RelayedWire(sizes, [of_worker(name, rank, workers) for rank in range(workers)])
-    remote = RemoteTier(store, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
-    return _tier(remote, own, connector), store
+    remote = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
+    return _tier(remote, own, connector), backend
 
 
 def open_worker(
-    uri: str | BlockStore, secret: bytes, memory: HostSide, rank: int, on_news: Callable[[], None]
-) -> StoreWorker:
+    uri: str | Backend, secret: bytes, memory: HostSide, rank: int, on_news: Callable[[], None]
+) -> RemoteWorker:
     """For one of these processes, number ``rank``. Raises ``ConfigError``."""
-    store = open_store(uri) if isinstance(uri, str) else uri
+    backend = open_backend(uri) if isinstance(uri, str) else uri
     try:
-        worker = StoreWorker(store, memory, rank, _digest_secret(uri, secret))
+        worker = RemoteWorker(backend, memory, rank, _digest_secret(uri, secret))
     except BaseException:
-        store.close(0.0)
+        backend.close(0.0)
         raise
-    store.on_news = on_news
+    backend.on_news = on_news
     return worker
 
 
-def _open(uri: str | BlockStore, memory: HostSide, name: bytes, secret: bytes) -> tuple[BlockStore, Wire]:
-    store = uri if not isinstance(uri, str) else open_store(uri)
+def _open(uri: str | Backend, memory: HostSide, name: bytes, secret: bytes) -> tuple[Backend, Wire]:
+    backend = uri if not isinstance(uri, str) else open_backend(uri)
     wire = Wire(memory, name, _digest_secret(uri, secret))
     try:
-        wire.register(store)
+        wire.register(backend)
     except BaseException:
-        store.close(0.0)
+        backend.close(0.0)
         raise
-    return store, wire
+    return backend, wire
 
 
-def _digest_secret(uri: str | BlockStore, secret: bytes) -> bytes | None:
+def _digest_secret(uri: str | Backend, secret: bytes) -> bytes | None:
     """What keys a digest in each object, if the URI asks for one."""
     return secret if isinstance(uri, str) and parse_uri(uri).digest != "none" else None
 
 
-def _ways(uri: str | BlockStore) -> tuple[SpillWhen, float]:
+def _ways(uri: str | Backend) -> tuple[SpillWhen, float]:
     """When texts are spilled, and how long requests wait for answers."""
     if not isinstance(uri, str):
         return SpillWhen.LANDING, PATIENCE
@@ -122,7 +124,7 @@ def _ways(uri: str | BlockStore) -> tuple[SpillWhen, float]:
     return parsed.spill, parsed.patience
 
 
-def _tier(remote: RemoteTier, store: BlockStore, connector: Connector) -> RemoteTier:
+def _tier(remote: RemoteTier, backend: Backend, connector: Connector) -> RemoteTier:
     remote.on_end = connector.ledger.note_end
-    store.on_news = connector.wake
+    backend.on_news = connector.wake
     return remote

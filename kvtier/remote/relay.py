@@ -1,4 +1,4 @@
-"""A store behind a host tier whose bytes lie in other processes, by worker and by rank.
+"""A remote behind a host tier whose bytes lie in other processes, by worker and by rank.
 
 Owns       calls that no worker has been told of yet, and what only a part of the answers say.
 Promises   each worker has objects of its own, under names of its own namespace. A look asks for those of the first
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
 from kvtier.cpu_offload.tier_memory import HostSide
-from kvtier.remote.block_store import Answer, BlockStore, Outcome
+from kvtier.remote.block_store import Answer, Backend, Outcome
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
 from kvtier.remote.objects import Name
@@ -31,12 +31,12 @@ END_S = 2.0
 """Then its threads have so long to end."""
 
 
-class RelayedStore:
+class RelayedBackend:
     """For the scheduling process. ``store``: its own, for looks and deletes. ``now``: the tier's clock."""
 
-    def __init__(self, store: BlockStore, now: Callable[[], float]) -> None:
-        self.kind = store.kind
-        self.store = store
+    def __init__(self, backend: Backend, now: Callable[[], float]) -> None:
+        self.kind = backend.kind
+        self.backend = backend
         self._now = now
         self._parcels: list[tuple[Parcel, float]] = []  # and when their time is over
         self._answers: list[Answer] = []
@@ -60,19 +60,19 @@ class RelayedStore:
     def delete_all(self, ticket: int, names: Sequence[str], same: int, within_s: float) -> None:
         """Forgets objects; every ``same`` names in a row have one outcome."""
         self._folds[ticket] = same
-        self.store.delete(ticket, names, within_s)
+        self.backend.delete(ticket, names, within_s)
 
     def poll(self) -> list[Answer]:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
         found, self._answers = self._answers, []
-        for answer in self.store.poll():
+        for answer in self.backend.poll():
             same = self._folds.pop(answer.ticket, 1)
             found.append(answer if same == 1 else _folded(answer, same))
         return found
 
     def close(self, timeout_s: float) -> bool:
-        """Ends its own store; workers end theirs."""
-        return self.store.close(timeout_s)
+        """Ends its own remote; workers end theirs."""
+        return self.backend.close(timeout_s)
 
 
 def _folded(answer: Answer, same: int) -> Answer:
@@ -83,35 +83,35 @@ def _folded(answer: Answer, same: int) -> Answer:
 
 
 class RelayedWire:
-    """``Wire`` for a ``RelayedStore``. ``namespaces``: of each worker."""
+    """``Wire`` for a ``RelayedBackend``. ``namespaces``: of each worker."""
 
     def __init__(self, block_bytes: npt.NDArray[np.int64], namespaces: Sequence[bytes]) -> None:
         self.block_bytes = block_bytes
         self._namespaces = tuple(namespaces)
 
-    def look(self, store: RelayedStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def look(self, backend: RelayedBackend, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Asks which objects of the first worker are there."""
-        store.store.look(ticket, [object_name(self._namespaces[0], *name) for name in names], within_s)
+        backend.backend.look(ticket, [object_name(self._namespaces[0], *name) for name in names], within_s)
 
-    def delete(self, store: RelayedStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def delete(self, backend: RelayedBackend, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Forgets the objects of all workers."""
         texts = [object_name(namespace, *name) for name in names for namespace in self._namespaces]
-        store.delete_all(ticket, texts, len(self._namespaces), within_s)
+        backend.delete_all(ticket, texts, len(self._namespaces), within_s)
 
-    def put(self, store: RelayedStore, move: Move, within_s: float) -> None:
+    def put(self, backend: RelayedBackend, move: Move, within_s: float) -> None:
         """Each worker is to store its part of a spill's objects."""
-        store.hand_on(put_parcel(move, within_s)._replace(namespaces=self._namespaces))
+        backend.hand_on(put_parcel(move, within_s)._replace(namespaces=self._namespaces))
 
-    def get(self, store: RelayedStore, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
+    def get(self, backend: RelayedBackend, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
         """Each worker is to read its part of a fetch's objects."""
-        store.hand_on(get_parcel(move, absent, within_s)._replace(namespaces=self._namespaces))
+        backend.hand_on(get_parcel(move, absent, within_s)._replace(namespaces=self._namespaces))
 
 
-class StoreWorker:
+class RemoteWorker:
     """For a worker: carries parcels out. ``rank``: its number; ``secret``: as ``Wire``'s."""
 
-    def __init__(self, store: BlockStore, memory: HostSide, rank: int, secret: bytes | None) -> None:
-        self._store = store
+    def __init__(self, backend: Backend, memory: HostSide, rank: int, secret: bytes | None) -> None:
+        self._backend = backend
         self._memory = memory
         self._rank = rank
         self._secret = secret
@@ -119,7 +119,7 @@ class StoreWorker:
         self._live: set[int] = set()
         self._puts: set[int] = set()
         self._refused: dict[int, Receipt] = {}
-        store.register(memory.arenas[1].bytes.data)
+        backend.register(memory.arenas[1].bytes.data)
 
     @property
     def num_live(self) -> int:
@@ -127,10 +127,10 @@ class StoreWorker:
         return len(self._live) + len(self._refused)
 
     def begin(self, parcels: Sequence[Parcel]) -> None:
-        """Carries them out, on the store's threads."""
+        """Carries them out, on the remote's threads."""
         for parcel in parcels:
             try:
-                self._wire(parcel.namespaces[self._rank]).carry(self._store, parcel)
+                self._wire(parcel.namespaces[self._rank]).carry(self._backend, parcel)
             except Exception as problem:  # a parcel that cannot even begin has failed
                 reasons = dict.fromkeys(range(len(parcel.names)), reason_of(problem))
                 self._refused[parcel.ticket] = Receipt((Grade.FAILED,) * len(parcel.names), reasons)
@@ -141,7 +141,7 @@ class StoreWorker:
     def poll(self) -> dict[int, Receipt]:
         """What has ended since the last call; never waits."""
         found, self._refused = self._refused, {}
-        for answer in self._store.poll():
+        for answer in self._backend.poll():
             grades = tuple(Grade(_OUTCOMES.index(outcome)) for outcome in answer.outcomes)
             found[answer.ticket] = Receipt(grades, dict(answer.reasons), answer.seconds)
             self._live.discard(answer.ticket)
@@ -149,12 +149,12 @@ class StoreWorker:
         return found
 
     def close(self, timeout_s: float) -> bool:
-        """As ``BlockStore.close``; what is on its way to the store has some seconds to get there."""
+        """As ``Backend.close``; what is on its way to the remote has some seconds to get there."""
         until_s = time.monotonic() + min(DRAIN_S, timeout_s)
         while self._puts and (left_s := until_s - time.monotonic()) > 0:
-            self._store.wait(left_s)
+            self._backend.wait(left_s)
             self.poll()
-        return self._store.close(min(END_S, timeout_s))
+        return self._backend.close(min(END_S, timeout_s))
 
     def _wire(self, namespace: bytes) -> Wire:
         if namespace not in self._wires:

@@ -1,7 +1,7 @@
-"""``Shelf``: a store as its keeper sees it: what lies there, how large and how old, to be listed, read and removed.
+"""``Shelf``: a remote as its keeper sees it: what lies there, how large and how old, to be listed, read and removed.
 
 Promises   only names of kvtier's objects, and staging files that their writers left, are ever listed or removed.
-           What the store does not let us read or remove is skipped and counted; the rest is done. So are links in a
+           What the remote does not let us read or remove is skipped and counted; the rest is done. So are links in a
            directory: what they lead to is not looked at.
 Does not   decide what to remove (``upkeep``).
 """
@@ -73,7 +73,7 @@ class Skipped:
 
 
 class Shelf(Protocol):
-    """All methods raise ``OSError`` or an error of the store's library if it does not answer."""
+    """All methods raise ``OSError`` or an error of the remote's library if it does not answer."""
 
     skipped: Skipped
     """By ``entries`` and ``remove``."""
@@ -228,13 +228,13 @@ class FolderShelf:
         try:
             file = self.folder.open_lock(LOCK)
         except Misplaced as problem:
-            raise ConfigError(f"{problem}: it is where `kvtier store` has its lock; remove it") from None
+            raise ConfigError(f"{problem}: it is where `kvtier remote` has its lock; remove it") from None
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 path = self.folder.path / LOCK
-                raise ConfigError(f"another `kvtier store` is at work: it holds {path}") from None
+                raise ConfigError(f"another `kvtier remote` is at work: it holds {path}") from None
             yield
         finally:
             os.close(file)
@@ -247,16 +247,16 @@ class BucketShelf:
     _together = 1000
     """Objects that a request removes."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, backend: ObjectStore) -> None:
         import obstore
 
         self._obstore = obstore
-        self.store = store
+        self.backend = backend
         self.skipped = Skipped()
 
     def entries(self, namespace: str = "") -> Iterator[Entry]:
         """See ``Shelf``."""
-        for batch in self._obstore.list(self.store, f"{ROOT}/{namespace}" if namespace else ROOT):
+        for batch in self._obstore.list(self.backend, f"{ROOT}/{namespace}" if namespace else ROOT):
             for item in batch:
                 if parse(item["path"]) is not None:
                     modified: datetime = item["last_modified"]
@@ -265,13 +265,14 @@ class BucketShelf:
     def read(self, name: str) -> memoryview:
         """See ``Shelf``."""
         with self._denied_as_os_error():
-            return memoryview(bytearray(self._obstore.get(self.store, name).bytes()))
+            return memoryview(bytearray(self._obstore.get(self.backend, name).bytes()))
 
     def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
         """See ``Shelf``."""
         start = max(0, entry.num_bytes - num_bytes)
         with self._denied_as_os_error():
-            return memoryview(bytearray(self._obstore.get_range(self.store, entry.name, start=start, length=num_bytes)))
+            found = self._obstore.get_range(self.backend, entry.name, start=start, length=num_bytes)
+            return memoryview(bytearray(found))
 
     @contextmanager
     def _denied_as_os_error(self) -> Iterator[None]:
@@ -287,7 +288,7 @@ class BucketShelf:
             part = left[i : i + self._together]
             try:
                 with suppress(FileNotFoundError), self._denied_as_os_error():
-                    self._obstore.delete(self.store, [entry.name for entry in part])
+                    self._obstore.delete(self.backend, [entry.name for entry in part])
             except PermissionError as problem:
                 self.skipped.note_unremoved(problem, len(part))
                 continue

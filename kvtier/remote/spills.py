@@ -47,7 +47,7 @@ class _Text:
     """... its key."""
     parts: Iterator[Objects]
     seek: Seek | None
-    """Its request's, whose answers may tell that the store has it."""
+    """Its request's, whose answers may tell that the remote has it."""
     next: Objects | None = None
     """Some of its objects, which are not stored yet."""
 
@@ -58,7 +58,7 @@ class _Text:
 
 
 class Spills:
-    """For one store, from these host pools."""
+    """For one remote, from these host pools."""
 
     def __init__(
         self,

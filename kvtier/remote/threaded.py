@@ -1,4 +1,4 @@
-"""``ThreadedStore``: a ``BlockStore`` over a library that looks up, stores, reads and deletes one object a call.
+"""``ThreadedBackend``: a ``Backend`` over a library that looks up, stores, reads and deletes one object a call.
 
 Promises   whatever the library raises is an outcome with a reason.
 Does not   own threads (``threads``).
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.remote.block_store import DAMAGED, After, Buffers, Outcome
-from kvtier.remote.threads import Call, Failure, Rank, StoreThreads, reason_of
+from kvtier.remote.threads import BackendThreads, Call, Failure, Rank, reason_of
 
 
 class _ObjectCall(Call):
@@ -23,7 +23,7 @@ class _ObjectCall(Call):
         self.absent = absent
 
 
-class ThreadedStore(StoreThreads, ABC):
+class ThreadedBackend(BackendThreads, ABC):
     """Base of backends: they say how one object is looked up, stored, read and deleted; these may block and raise."""
 
     # --- what a backend says ----------------------------------------------------------------------
@@ -34,7 +34,7 @@ class ThreadedStore(StoreThreads, ABC):
 
     @abstractmethod
     def _put(self, name: str, buffers: Buffers) -> None:
-        """Stores an object. Raises ``Failure`` with REFUSED if the store is full. Keeps no reference to buffers."""
+        """Stores an object. Raises ``Failure`` with REFUSED if the backend is full. Keeps no reference to buffers."""
 
     @abstractmethod
     def _get(self, name: str, buffers: Buffers, check: Callable[[int | None], None]) -> None:
@@ -51,7 +51,7 @@ class ThreadedStore(StoreThreads, ABC):
     # --- the protocol -----------------------------------------------------------------------------
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
-        """See ``BlockStore``. One task for all names, so that a backend may ask in one go."""
+        """See ``Backend``. One task for all names, so that a backend may ask in one go."""
         call = Call(ticket, len(names), deadline_s)
 
         def task() -> None:
@@ -74,7 +74,7 @@ class ThreadedStore(StoreThreads, ABC):
         deadline_s: float,
         before: Callable[[int], None] | None = None,
     ) -> None:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
 
         def run(k: int) -> Outcome:
             if before is not None:
@@ -92,7 +92,7 @@ class ThreadedStore(StoreThreads, ABC):
         deadline_s: float,
         after: After | None = None,
     ) -> None:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
 
         def run(k: int) -> Outcome:
             def check(total: int | None) -> None:
@@ -106,7 +106,7 @@ class ThreadedStore(StoreThreads, ABC):
         self._spread_objects(Rank.GET, _ObjectCall(ticket, len(names), deadline_s, run, Outcome.MISS))
 
     def delete(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
 
         def run(k: int) -> Outcome:
             self._delete(names[k])

@@ -1,4 +1,4 @@
-"""``StoreThreads``: the threads of a ``BlockStore`` whose library's calls block.
+"""``BackendThreads``: the threads of a ``Backend`` whose library's calls block.
 
 Owns       the threads, the calls that wait for one, and the answers that were not polled yet.
 Promises   looks go first, then reads, then the rest. A call that begins after its deadline is not made. A call that
@@ -31,7 +31,7 @@ _REQUEST = re.compile(r".*?Error performing [A-Z]+ \S+ in .*? - ", re.DOTALL)
 which is known."""
 _ANSWER = re.compile(r"<.*?<Code>(\w+)</Code>.*", re.DOTALL)
 """A bucket's answer, in XML."""
-CLOSED = "the store is closed"
+CLOSED = "the backend is closed"
 
 
 class Rank(IntEnum):
@@ -87,7 +87,7 @@ class Call:
         return Answer(self.ticket, tuple(self.outcomes), self.reasons, seconds)
 
 
-class StoreThreads:
+class BackendThreads:
     """Base of backends, which give it tasks (``_submit``) that end in answers (``_tell``)."""
 
     kind = ""
@@ -109,7 +109,7 @@ class StoreThreads:
 
     def on_fork(self) -> None:
         """The backend's files and connections are the parent's; other threads may have had the locks."""
-        self._is_closed, self._why, self._threads = True, of_another_process("this store"), []
+        self._is_closed, self._why, self._threads = True, of_another_process("this backend"), []
         self._queue, self._news = PriorityQueue(), threading.Event()
         KEPT.append(self)
 
@@ -122,25 +122,25 @@ class StoreThreads:
         """Nothing, unless a backend needs it."""
 
     def poll(self) -> list[Answer]:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
         if not self._answers:
             self._news.wait(timeout_s)
         self._news.clear()  # an answer that comes after this sets it again, one from before is seen below
         return bool(self._answers)
 
     def wake(self) -> None:
-        """See ``BlockStore``."""
+        """See ``Backend``."""
         self._news.set()
 
     def close(self, timeout_s: float) -> bool:
-        """See ``BlockStore``. What no thread has begun ends as FAILED."""
+        """See ``Backend``. What no thread has begun ends as FAILED."""
         if not self._is_closed:
             self._is_closed = True
             for _ in self._threads:

@@ -1,11 +1,11 @@
-"""``RemoteTier``: the host tier's blocks in a store behind it.
+"""``RemoteTier``: the host tier's blocks in a remote tier.
 
 Owns       every spill and fetch from plan to end: its pins, its deadline; what is known to be stored; the breaker.
 Promises   a fetched block is findable only once its bytes are there and verified. Failure, miss and lateness are all a
-           miss. A store that hangs costs a request its patience (``seek``), and blocks until the store lets go of them.
-           The scheduling thread never waits for the store. Content that a reset has outdated, or that was disowned, is
+           miss. A remote that hangs costs a request its patience (``seek``), and blocks until it lets go of them.
+           The scheduling thread never waits for the remote. Content that a reset has outdated, or that was disowned, is
            not published. Keeps I13, I18, I19.
-Does not   move bytes (``BlockStore``), know the form of objects on the wire (``envelope``), or decide who waits
+Does not   move bytes (``Backend``), know the form of objects on the wire (``envelope``), or decide who waits
            (``seek`` says what it waits for).
 """
 
@@ -23,21 +23,21 @@ from kvtier.remote.block_store import DAMAGED, Answer, Outcome
 from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
-from kvtier.remote.failures import StoreFailures
+from kvtier.remote.failures import RemoteFailures
 from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Seek, SeekState, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills
 from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.remote.wire import Answering, Carrier
-from kvtier.stats import StoreStats
+from kvtier.stats import RemoteStats
 
 ANSWER_S = 5.0
 """A question without an answer has failed by then; ``deadline_s`` at most."""
 FETCH_S = 5.0
 """What a fetch may take beside four times what its bytes take; ``deadline_s`` at most."""
 NEW_WEIGHT = 0.5
-"""Of the newest answer in ``answer_s``: a store that was slow once is trusted again after a few."""
+"""Of the newest answer in ``answer_s``: a remote that was slow once is trusted again after a few."""
 SPILL_BYTES = 128 * 2**20
 """Of spills under way."""
 
@@ -47,7 +47,7 @@ class RemoteTier:
 
     def __init__(
         self,
-        store: Answering,
+        backend: Answering,
         wire: Carrier,
         plan: ObjectPlan,
         host: BlockPools,
@@ -56,7 +56,7 @@ class RemoteTier:
         when: SpillWhen = SpillWhen.LANDING,
         patience: float = PATIENCE,
     ) -> None:
-        self.store = store
+        self.backend = backend
         self.plan = plan
         self.host = host
         self.now = now
@@ -64,13 +64,13 @@ class RemoteTier:
         self.patience = patience
         """The share of its estimated prefill that a request waits for answers."""
         self.answer_s = 0.0
-        """How long the store takes to answer, as its last answers tell; twice what somebody has waited in vain since,
+        """How long the remote takes to answer, as its last answers tell; twice what somebody has waited in vain since,
         if that is more."""
         self.counts = RemoteCounts()
         self.breaker = Breaker()
         self.epoch = 0
         self.is_on = True
-        """False after a reset: what the store has may be outdated, and has the same names."""
+        """False after a reset: what the remote has may be outdated, and has the same names."""
         self._wire = wire
         self._when = when
         self._live: dict[int, Move] = {}
@@ -79,7 +79,7 @@ class RemoteTier:
         self._spill_bytes = 0
         self._next_ticket = 1
         self._fetched_s = -np.inf  # when the last fetch ended
-        self._failures = StoreFailures()
+        self._failures = RemoteFailures()
         self._disowned = Disowned(self._delete_names)
         self._spills = Spills(plan, host, self._known, self._disowned, self.counts, when)
         self.on_end: Callable[[], None] = lambda: None
@@ -89,7 +89,7 @@ class RemoteTier:
 
     @property
     def num_progressing(self) -> int:
-        """Moves that are not overdue, texts that are being spilled, and texts to delete while the store answers."""
+        """Moves that are not overdue, texts that are being spilled, and texts to delete while the remote answers."""
         moves = sum(m.state is TransferState.IN_FLIGHT for m in self._live.values())
         return moves + self._spills.num_due + (self._disowned.num_hopeful if not self.breaker.is_open else 0)
 
@@ -108,12 +108,12 @@ class RemoteTier:
         return self.is_on and not self.breaker.is_open
 
     def listen(self) -> Changes:
-        """Names of objects that the store has, as this tier learns of them: for who tells routers."""
+        """Names of objects that the remote has, as this tier learns of them: for who tells routers."""
         return self._known.listen()
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> RemoteStats:
         """A snapshot; from any thread."""
-        return self.counts.stats(self.store.kind, self.is_on, self.breaker.is_open, len(self._live))
+        return self.counts.stats(self.backend.kind, self.is_on, self.breaker.is_open, len(self._live))
 
     def is_live(self, ticket: int) -> bool:
         """Whether a move is under way and worth waiting for."""
@@ -177,12 +177,12 @@ class RemoteTier:
             self._spill_bytes += move.num_bytes
             for name in what.names:
                 self._known.add(name)
-            self._wire.put(self.store, move, self.deadline_s)
+            self._wire.put(self.backend, move, self.deadline_s)
 
     # --- questions --------------------------------------------------------------------------------
 
     def ask(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> int:
-        """Which objects the store has; ``answered`` is called from ``poll``, without outcomes if there is no answer.
+        """Which objects the remote has; ``answered`` is called from ``poll``, without outcomes if there is no answer.
 
         Returns the ticket.
         """
@@ -196,11 +196,11 @@ class RemoteTier:
 
         self._questions[ticket] = counted, self.now() + within_s
         self.counts.looks += 1
-        self._wire.look(self.store, ticket, names, within_s)
+        self._wire.look(self.backend, ticket, names, within_s)
         return ticket
 
     def learn(self, names: Sequence[Name], outcomes: Sequence[Outcome]) -> None:
-        """What the store has said of these objects."""
+        """What the remote has said of these objects."""
         for name, outcome in zip(names, outcomes, strict=True):
             if outcome is Outcome.OK:
                 self._known.add(name)
@@ -209,12 +209,12 @@ class RemoteTier:
                 self._known.forget(name)
 
     def believe(self, names: Iterable[Name]) -> None:
-        """The store has these, by what it has said of others."""
+        """The remote has these, by what it has said of others."""
         for name in names:
             self._known.add(name)
 
     def forget(self, names: Iterable[Name], were_believed: bool = False) -> None:
-        """The store does not have these. ``were_believed``: somebody may hold that it has."""
+        """The remote does not have these. ``were_believed``: somebody may hold that it has."""
         for name in names:
             self._known.forget(name, were_believed)
 
@@ -253,7 +253,7 @@ class RemoteTier:
         speed = self.counts.fetch_bytes_per_s
         within_s = min(self.deadline_s, FETCH_S + (4 * move.num_bytes / speed if speed else 0.0))
         move.deadline_s = self.now() + within_s
-        self._wire.get(self.store, move, absent, within_s)
+        self._wire.get(self.backend, move, absent, within_s)
         return move.ticket
 
     # --- ends -------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class RemoteTier:
         """Takes note of what has ended or is overdue; never waits."""
         if not self._live and not self._questions and not self._disowned:
             return
-        for answer in self.store.poll():
+        for answer in self.backend.poll():
             question, _ = self._questions.pop(answer.ticket, (None, 0.0))
             move = self._live.pop(answer.ticket, None)
             if question is not None:
@@ -319,7 +319,7 @@ class RemoteTier:
         self.host.release(*move.pinned)
 
     def _expire(self, move: Move) -> None:
-        """Gives up waiting. The store may still write into a fetch's blocks: they are out of use until it has ended."""
+        """Gives up waiting. It may still write into a fetch's blocks: they are out of use until it has ended."""
         move.move(TransferState.EXPIRED)
         self.counts.expired += 1
         self.on_end()
@@ -339,7 +339,7 @@ class RemoteTier:
     # --- content that is not to be found any more -------------------------------------------------
 
     def reset(self) -> None:
-        """The cache was reset. The store's content keeps its names: nothing is fetched or spilled any more."""
+        """The cache was reset. The remote's content keeps its names: nothing is fetched or spilled any more."""
         self.epoch += 1
         self.is_on = False
         self._spills.clear()
@@ -373,14 +373,14 @@ class RemoteTier:
 
         ticket = self._take_ticket()
         self._questions[ticket] = ended, self.now() + self.deadline_s
-        self._wire.delete(self.store, ticket, names, self.deadline_s)
+        self._wire.delete(self.backend, ticket, names, self.deadline_s)
 
     # --- life -------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> bool:
-        """True if the store touches no block any more."""
+        """True if the remote touches no block any more."""
         self._spills.clear()
-        return self.store.close(timeout_s)
+        return self.backend.close(timeout_s)
 
     def _open(self, way: Way, objects: Objects, groups: Ids, hosts: Ids, keys: Words, of: Ids) -> Move:
         object_bytes = np.bincount(of, self._wire.block_bytes[groups], len(objects)).astype(np.int64)

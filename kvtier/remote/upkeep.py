@@ -1,4 +1,4 @@
-"""The work of ``kvtier store``: what lies in a store, the removal of its oldest objects, and a check of all.
+"""The work of ``kvtier remote``: what lies in a remote, the removal of its oldest objects, and a check of all.
 
 Promises   others may read and write meanwhile. Who reads an object while it is removed has it whole or misses it.
            What may not be read or removed is counted in ``Shelf.skipped``, which each of these calls begins anew.
@@ -50,7 +50,7 @@ class Share:
 
 @dataclass
 class Contents:
-    """What lies in a store."""
+    """What lies in a remote."""
 
     all: Share = field(default_factory=Share)
     by_namespace: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
@@ -91,7 +91,7 @@ class Check:
 
 
 def contents(shelf: Shelf, progress: Progress = lambda _: None) -> Contents:
-    """Counts all of a store."""
+    """Counts all of a remote."""
     shelf.skipped.clear()
     found = Contents()
     for entry in shelf.entries():
@@ -202,7 +202,7 @@ def verify(
 
 
 def check_object(name: str, data: memoryview, secret: bytes | None = None) -> str:
-    """What is wrong with an object as it lies in the store; "" if nothing is."""
+    """What is wrong with an object as it lies in the remote; "" if nothing is."""
     parts = parse(name)
     assert parts is not None
     trailer, payload = data[-TRAILER_BYTES:], data[:-TRAILER_BYTES]

@@ -1,4 +1,4 @@
-"""``open_store``: a ``BlockStore`` from a URI such as ``file:///var/cache/kvtier`` or ``s3://bucket/prefix?threads=16``.
+"""``open_backend``: a ``Backend`` from a URI such as ``file:///var/cache/kvtier`` or ``s3://bucket/prefix?threads=16``.
 
 Promises   a URI that cannot work is a ``ConfigError`` that says what is accepted, before anything is opened.
 """
@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtier._integers import shown
 from kvtier.errors import ConfigError
-from kvtier.remote.block_store import BlockStore
+from kvtier.remote.block_store import Backend
 from kvtier.remote.folder import PRIVATE
 from kvtier.remote.mooncake_library import MooncakeOptions, import_library
 from kvtier.remote.threads import reason_of
@@ -30,7 +30,7 @@ ACCEPTED = (
 )
 DIGESTS = ("none", "blake2b")
 PATIENCE = 0.5
-"""See ``StoreURI.patience``."""
+"""See ``RemoteURI.patience``."""
 _COMMON = ("threads", "timeout_s", "digest", "spill", "patience")
 _OF = {"s3": ("endpoint", "region"), "file": ("mode",)}
 _CLOUD = ("s3", "gs", "az")
@@ -52,8 +52,8 @@ class SpillWhen(Enum):
 
 
 @dataclass(frozen=True)
-class StoreURI:
-    """The parts of a store's URI."""
+class RemoteURI:
+    """The parts of a backend's URI."""
 
     scheme: str
     host: str
@@ -65,29 +65,29 @@ class StoreURI:
     """"blake2b" if objects have a digest that only holders of the secret can make, else "none"."""
     spill: SpillWhen
     patience: float
-    """The share of its estimated prefill that a request waits for the store's answers."""
+    """The share of its estimated prefill that a request waits for the backend's answers."""
     mode: int
     """Rights of files in a directory."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Of one kind of store."""
 
 
-def parse_uri(uri: str) -> StoreURI:
+def parse_uri(uri: str) -> RemoteURI:
     """Raises ``ConfigError``."""
     try:
         parts = urlsplit(uri)
         port = parts.port
     except (ValueError, AttributeError, TypeError) as problem:
-        raise ConfigError(f"{shown(uri)} is no store: {problem}; use {ACCEPTED}") from None
+        raise ConfigError(f"{shown(uri)} is no backend: {problem}; use {ACCEPTED}") from None
     if parts.scheme not in _OPENERS:
-        raise ConfigError(f"{shown(uri)} is no store; use {ACCEPTED}")
+        raise ConfigError(f"{shown(uri)} is no backend; use {ACCEPTED}")
     if parts.username or parts.password:
-        raise ConfigError("a store's URI holds no credentials; give them to the process as its environment")
+        raise ConfigError("a backend's URI holds no credentials; give them to the process as its environment")
     if parts.fragment:
-        raise ConfigError(f"{shown(uri)}: '#' has no meaning in a store's URI")
+        raise ConfigError(f"{shown(uri)}: '#' has no meaning in a backend's URI")
     options = _options(uri, parts.query)
     if "@" in options.get("endpoint", ""):
-        raise ConfigError("a store's endpoint holds no credentials; give them to the process as its environment")
+        raise ConfigError("a backend's endpoint holds no credentials; give them to the process as its environment")
     digest, spill = options.pop("digest", "none"), options.pop("spill", SpillWhen.LANDING.value)
     if digest not in DIGESTS:
         raise ConfigError(f"digest={digest} is none of {', '.join(DIGESTS)}")
@@ -96,7 +96,7 @@ def parse_uri(uri: str) -> StoreURI:
     patience = _number(options, "patience", PATIENCE, 0.0, 10.0)
     given = dict(options)
     threads, timeout_s = _DEFAULTS[parts.scheme]
-    found = StoreURI(
+    found = RemoteURI(
         parts.scheme,
         parts.hostname or "",
         port,
@@ -115,8 +115,8 @@ def parse_uri(uri: str) -> StoreURI:
     return found
 
 
-def check_packages(uri: StoreURI) -> None:
-    """Raises ``ConfigError`` if a package is missing that the store needs."""
+def check_packages(uri: RemoteURI) -> None:
+    """Raises ``ConfigError`` if a package is missing that the backend needs."""
     if uri.scheme == "mooncake":
         import_library()
     elif uri.scheme != "file":
@@ -125,8 +125,8 @@ def check_packages(uri: StoreURI) -> None:
         load_obstore()
 
 
-def open_store(uri: str | StoreURI) -> BlockStore:
-    """The store that a URI names. Raises ``ConfigError``, also for a package that is not installed."""
+def open_backend(uri: str | RemoteURI) -> Backend:
+    """The backend that a URI names. Raises ``ConfigError``, also for a package that is not installed."""
     parsed = parse_uri(uri) if isinstance(uri, str) else uri
     return _OPENERS[parsed.scheme](parsed)
 
@@ -163,7 +163,7 @@ def _mode(text: str) -> int:
     return int(text, 8)
 
 
-def _check_place(uri: str, found: StoreURI) -> None:
+def _check_place(uri: str, found: RemoteURI) -> None:
     if found.port is not None and found.scheme != "mooncake":
         raise ConfigError(f"{shown(uri)} has a port; only mooncake:// takes one")
     if found.scheme == "file" and (found.host or not found.path.startswith("/")):
@@ -183,31 +183,31 @@ def _check_place(uri: str, found: StoreURI) -> None:
         raise ConfigError(f"{shown(uri)}: Mooncake's master is written mooncake://host:port")
 
 
-def _open_directory(uri: StoreURI) -> BlockStore:
-    from kvtier.remote.directory import DirectoryStore
+def _open_directory(uri: RemoteURI) -> Backend:
+    from kvtier.remote.directory import DirectoryBackend
 
-    return DirectoryStore(Path(uri.path), uri.threads, uri.mode)
+    return DirectoryBackend(Path(uri.path), uri.threads, uri.mode)
 
 
-def _open_memory(uri: StoreURI) -> BlockStore:
-    from kvtier.remote.obstore_store import ObstoreStore, load_obstore
+def _open_memory(uri: RemoteURI) -> Backend:
+    from kvtier.remote.obstore_store import ObjectBackend, load_obstore
 
     load_obstore()
     from obstore.store import MemoryStore
 
-    store = _memories.setdefault(uri.host, MemoryStore()) if uri.host else MemoryStore()
-    return ObstoreStore(store, "memory", uri.threads)
+    backend = _memories.setdefault(uri.host, MemoryStore()) if uri.host else MemoryStore()
+    return ObjectBackend(backend, "memory", uri.threads)
 
 
-def _open_cloud(uri: StoreURI) -> BlockStore:
-    from kvtier.remote.obstore_store import ObstoreStore, check_bucket
+def _open_cloud(uri: RemoteURI) -> Backend:
+    from kvtier.remote.obstore_store import ObjectBackend, check_bucket
 
-    store = bucket(uri)
-    check_bucket(store, f"{uri.scheme}://{uri.host}{uri.path}")
-    return ObstoreStore(store, uri.scheme, uri.threads)
+    backend = bucket(uri)
+    check_bucket(backend, f"{uri.scheme}://{uri.host}{uri.path}")
+    return ObjectBackend(backend, uri.scheme, uri.threads)
 
 
-def bucket(uri: StoreURI) -> ObjectStore:
+def bucket(uri: RemoteURI) -> ObjectStore:
     """obstore's store for a bucket. Raises ``ConfigError``."""
     from kvtier.remote.obstore_store import http_options, load_obstore
 
@@ -224,14 +224,14 @@ def bucket(uri: StoreURI) -> ObjectStore:
         raise ConfigError(f"{uri.scheme}://{uri.host}{uri.path} cannot be opened: {reason_of(problem)}") from problem
 
 
-def _open_mooncake(uri: StoreURI) -> BlockStore:
-    MooncakeStore = import_module("kvtier.remote.mooncake_store").MooncakeStore  # noqa: N806
+def _open_mooncake(uri: RemoteURI) -> Backend:
+    MooncakeBackend = import_module("kvtier.remote.mooncake_store").MooncakeBackend  # noqa: N806
     assert uri.port is not None
-    store: BlockStore = MooncakeStore(uri.host, uri.port, uri.options)
-    return store
+    backend: Backend = MooncakeBackend(uri.host, uri.port, uri.options)
+    return backend
 
 
-_OPENERS: dict[str, Callable[[StoreURI], BlockStore]] = {
+_OPENERS: dict[str, Callable[[RemoteURI], Backend]] = {
     "file": _open_directory,
     "memory": _open_memory,
     "s3": _open_cloud,

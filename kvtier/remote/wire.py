@@ -1,6 +1,6 @@
-"""Moves as a store sees them: names as text, host blocks as buffers, a trailer behind each object.
+"""Moves as a remote sees them: names as text, host blocks as buffers, a trailer behind each object.
 
-Promises   bytes go straight from and to the host tier. A fetched object is checked on the store's own thread, whole,
+Promises   bytes go straight from and to the host tier. A fetched object is checked on the remote's own thread, whole,
            before anybody hears of it. Names and buffers are made there too.
 """
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier.cpu_offload.parcels import Parcel
 from kvtier.cpu_offload.tier_memory import HostSide
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import DAMAGED, Answer, BlockStore
+from kvtier.remote.block_store import DAMAGED, Answer, Backend
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class _Made(Sequence[T]):
-    """``make(k)`` for each k, once it is asked for: on a thread of the store, which alone asks for this k."""
+    """``make(k)`` for each k, once it is asked for: on a thread of the remote, which alone asks for this k."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self._count = count
@@ -50,7 +50,7 @@ class _Made(Sequence[T]):
 
 
 class Answering(Protocol):
-    """What a tier asks of a store, or of what stands for several."""
+    """What a tier asks of a remote, or of what stands for several."""
 
     kind: str
 
@@ -58,24 +58,24 @@ class Answering(Protocol):
         """Calls that ended since the last poll, each once."""
 
     def close(self, timeout_s: float) -> bool:
-        """As ``BlockStore.close``."""
+        """As ``Backend.close``."""
 
 
 class Carrier(Protocol):
-    """How a tier calls its store: ``Wire``, or ``relay.RelayedWire``."""
+    """How a tier calls its remote: ``Wire``, or ``relay.RelayedWire``."""
 
     block_bytes: npt.NDArray[np.int64]
 
-    def look(self, store: Any, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def look(self, backend: Any, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Asks which objects are there."""
 
-    def delete(self, store: Any, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def delete(self, backend: Any, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Forgets objects."""
 
-    def put(self, store: Any, move: Move, within_s: float) -> None:
+    def put(self, backend: Any, move: Move, within_s: float) -> None:
         """Stores a spill's objects."""
 
-    def get(self, store: Any, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
+    def get(self, backend: Any, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
         """Reads a fetch's objects. ``absent``: bool [n], which of their blocks are not here."""
 
 
@@ -92,31 +92,31 @@ class Wire:
         self._envelope = Envelope(namespace, secret)
         self.block_bytes = host.block_bytes
 
-    def register(self, store: BlockStore) -> None:
-        """Makes the host tier's memory known to a store."""
-        store.register(self._memory)
+    def register(self, backend: Backend) -> None:
+        """Makes the host tier's memory known to a remote."""
+        backend.register(self._memory)
 
     def text(self, name: Name) -> str:
-        """An object's name in the store."""
+        """An object's name in the remote."""
         return object_name(self._namespace, *name)
 
-    def look(self, store: BlockStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def look(self, backend: Backend, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Asks which objects are there."""
-        store.look(ticket, self._texts(names), within_s)
+        backend.look(ticket, self._texts(names), within_s)
 
-    def delete(self, store: BlockStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def delete(self, backend: Backend, ticket: int, names: Sequence[Name], within_s: float) -> None:
         """Forgets objects."""
-        store.delete(ticket, self._texts(names), within_s)
+        backend.delete(ticket, self._texts(names), within_s)
 
-    def put(self, store: BlockStore, move: Move, within_s: float) -> None:
+    def put(self, backend: Backend, move: Move, within_s: float) -> None:
         """Stores a spill's objects."""
-        self.carry(store, put_parcel(move, within_s))
+        self.carry(backend, put_parcel(move, within_s))
 
-    def get(self, store: BlockStore, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
+    def get(self, backend: Backend, move: Move, absent: npt.NDArray[np.bool_], within_s: float) -> None:
         """Reads a fetch's objects. Blocks that are here already are read aside, for the checksum."""
-        self.carry(store, get_parcel(move, absent, within_s))
+        self.carry(backend, get_parcel(move, absent, within_s))
 
-    def carry(self, store: BlockStore, parcel: Parcel) -> None:
+    def carry(self, backend: Backend, parcel: Parcel) -> None:
         """Stores or reads a parcel's objects."""
         starts = np.searchsorted(parcel.of, np.arange(len(parcel.names) + 1)).tolist()
 
@@ -145,9 +145,9 @@ class Wire:
             return f"{DAMAGED}: {wrong}" if wrong else ""
 
         if parcel.is_put:
-            store.put(parcel.ticket, names, objects, parcel.within_s, before)
+            backend.put(parcel.ticket, names, objects, parcel.within_s, before)
         else:
-            store.get(parcel.ticket, names, objects, parcel.within_s, after)
+            backend.get(parcel.ticket, names, objects, parcel.within_s, after)
 
     def _texts(self, names: Sequence[Name]) -> Sequence[str]:
         return _Made(len(names), lambda k: self.text(names[k]))

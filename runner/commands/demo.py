@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
         metavar="URI",
         nargs="?",
         const="",
-        help="show instead what a store behind the host tier does: an engine is killed and started again, another one "
+        help="show instead what a remote tier does: an engine is killed and started again, another one "
         "shares its blocks, and one prefills what the other decodes; by default the store is a new folder",
     )
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")

@@ -16,7 +16,7 @@ def add_to(commands: Any) -> None:
         help="say what a model's KV cache takes and what fits, from its config alone",
         description="Reads a transformers config, no weights: the groups of layers and their bytes, how many requests "
         "and tokens of given lengths fit into device and host memory, what is saved by forgetting what windows and "
-        "chunks no longer show, what loading a request from the host or from a store costs against computing it again, "
+        "chunks no longer show, what loading a request from the host or the remote tier costs against computing it, "
         "and the largest context. Counted as start-up and admission count, for pools that share one arena a tier.",
     )
     plan.add_argument("model", help="a hub id, a folder with config.json, a config.json, or a GGUF file")
@@ -39,9 +39,9 @@ def add_to(commands: Any) -> None:
     plan.add_argument(
         "--utilisation", type=float, default=0.4, help="part of the peak that is assumed reached (default: 0.4)"
     )
-    plan.add_argument("--store", default="0", help="bytes of a store behind host memory, such as 10TiB (default: none)")
+    plan.add_argument("--remote", default="0", help="bytes of a remote tier, such as 10TiB (default: none)")
     plan.add_argument(
-        "--store-gbps", type=float, help="GB/s (gigabytes, not gigabits) that the store gives; goes with --store"
+        "--remote-gbps", type=float, help="GB/s (gigabytes, not gigabits) of the remote tier; goes with --remote"
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
     plan.add_argument("--plot", help="write a picture of bytes against context to this file (needs matplotlib)")
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         link_gb_per_s=args.link_gbps,
         peak_tflops=args.tflops,
         utilisation=args.utilisation,
-        store=args.store,
-        store_gb_per_s=args.store_gbps,
+        remote=args.remote,
+        remote_gb_per_s=args.remote_gbps,
     )
     found = plan.run(args.model, options)
     if picture is not None:

@@ -18,6 +18,13 @@ SWITCH_S = 0.0005
 hundred times."""
 
 
+class _Former(argparse.Action):
+    """Refuses an option that has another name now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is called {self.option_strings[0].replace('store', 'remote')}")
+
+
 def add_to(commands: Any) -> None:
     """Adds the subcommand."""
     serve = commands.add_parser(
@@ -96,12 +103,14 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--host-memory", help="for the tier in host memory, such as 64GiB; 0 turns it off (default: a "
                         "share of what is free)")  # fmt: skip
     engine.add_argument(
-        "--kv-store",
+        "--kv-remote",
         metavar="URI",
-        help="a store behind the host tier, which engines share and restarts survive, such as file:///var/kv, "
+        help="a remote tier, which engines share and restarts survive, such as file:///var/kv, "
         "s3://bucket/prefix or mooncake://host:port",
     )
-    engine.add_argument("--kv-store-secret-file", metavar="FILE", help=f"the secret that names its content, the same "
+    for former in ("--kv-store", "--kv-store-secret-file"):
+        engine.add_argument(former, action=_Former, help=argparse.SUPPRESS)
+    engine.add_argument("--kv-remote-secret-file", metavar="FILE", help=f"the secret that names its content, the same "
                         f"for all engines that share it; {SECRET_VARIABLE} may hold it instead")  # fmt: skip
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
     engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
@@ -210,23 +219,23 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_waiting_tokens": "max_waiting_tokens",
     }
     found = {ours: getattr(args, theirs) for theirs, ours in names.items() if hasattr(args, theirs)}
-    found |= _store_options(args)
+    found |= _remote_options(args)
     return found | {"cuda_graphs": not hasattr(args, "enforce_eager")}
 
 
-def _store_options(args: argparse.Namespace) -> dict[str, Any]:
+def _remote_options(args: argparse.Namespace) -> dict[str, Any]:
     from kvtier import ConfigError
     from kvtier.sizing import parse_bytes
 
-    file = getattr(args, "kv_store_secret_file", None)
-    if not hasattr(args, "kv_store"):
+    file = getattr(args, "kv_remote_secret_file", None)
+    if not hasattr(args, "kv_remote"):
         if file is not None:
-            raise ConfigError("--kv-store-secret-file is for a store: give --kv-store as well")
+            raise ConfigError("--kv-remote-secret-file is for a remote: give --kv-remote as well")
         return {}
     if hasattr(args, "host_memory") and not parse_bytes(args.host_memory, "--host-memory"):
-        raise ConfigError("--kv-store needs a host tier, which --host-memory 0 turns off: blocks come from the store "
+        raise ConfigError("--kv-remote needs a host tier, which --host-memory 0 turns off: blocks come from the remote "
                           "into it")  # fmt: skip
-    return {"store_uri": args.kv_store, "key_secret": _secret(file)}
+    return {"remote_uri": args.kv_remote, "key_secret": _secret(file)}
 
 
 def _secret(file: str | None) -> bytes:
@@ -236,14 +245,14 @@ def _secret(file: str | None) -> bytes:
 
     if file is None:
         found = os.environb.get(SECRET_VARIABLE.encode(), b"").strip()  # bytes of any kind
-        missing = f"--kv-store needs a secret: --kv-store-secret-file, or {SECRET_VARIABLE} in the environment"
+        missing = f"--kv-remote needs a secret: --kv-remote-secret-file, or {SECRET_VARIABLE} in the environment"
     else:
         try:
             found = Path(file).read_bytes().strip()
         except (OSError, ValueError) as problem:
             why = getattr(problem, "strerror", None) or problem
-            raise ConfigError(f"--kv-store-secret-file {file}: {why}") from problem
-        missing = f"--kv-store-secret-file {file} is empty"
+            raise ConfigError(f"--kv-remote-secret-file {file}: {why}") from problem
+        missing = f"--kv-remote-secret-file {file} is empty"
     if not found:
         raise ConfigError(missing)
     return found
@@ -297,8 +306,8 @@ def _banner(args: argparse.Namespace, needs_key: bool, llm: Any, names: list[str
     if hasattr(args, "model"):
         ask["prompt"] = "The capital of France is"
     told = "" if llm.kv_events is None else f"\nKV events, token ids and all, to whoever asks {llm.kv_events.endpoint}"
-    if llm.cache.has_store:
-        told = f"\nstore {args.kv_store}, namespace {llm.cache.store_namespace}{told}"
+    if llm.cache.has_remote:
+        told = f"\nstore {args.kv_remote}, namespace {llm.cache.remote_namespace}{told}"
     tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
     return "\n".join(
         [

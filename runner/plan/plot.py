@@ -9,7 +9,7 @@ from kvtier import capacity
 from kvtier.errors import ConfigError
 from kvtier.spec import CacheSpec
 from runner.pictures import pyplot
-from runner.plan.report import Plan, StorePlan
+from runner.plan.report import Plan, RemotePlan
 
 _COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 _POINTS = 600
@@ -19,7 +19,7 @@ def draw(plan: Plan, path: Path) -> None:
     """Writes the picture, in the format that the file's ending names. Raises ``ConfigError`` if it cannot be written.
 
     What a request holds between two steps, stacked by group, up to the plan's longest; dashed: if all layers kept all
-    tokens. With a store, beside it: the time of a fetch from it and of computing, by length.
+    tokens. With a remote tier, beside it: the time of a fetch from it and of computing, by length.
     """
     plt, spec, longest_tokens = pyplot(), plan.spec, plan.lengths[-1].tokens
     lengths = sorted(
@@ -29,7 +29,7 @@ def draw(plan: Plan, path: Path) -> None:
     full = [sum(capacity.bytes_of(spec, capacity.full_blocks(spec, n))) / 2**30 for n in lengths]
     stacks = [[row[g] / 2**30 for row in held] for g in range(len(spec.groups))]
     labels = [f"{group.name} ({group.num_layers} layers)" for group in spec.groups]
-    panels = 1 if plan.store is None else 2
+    panels = 1 if plan.remote is None else 2
     figure, every = plt.subplots(1, panels, figsize=(7.2 * panels, 4.2), layout="constrained", squeeze=False)
     axes = every[0][0]
     try:
@@ -46,8 +46,8 @@ def draw(plan: Plan, path: Path) -> None:
         axes.set_axisbelow(True)
         handles, names = axes.get_legend_handles_labels()
         axes.legend(handles[::-1], names[::-1], frameon=False, loc="upper left")
-        if plan.store is not None:
-            _draw_times(plan, plan.store, every[0][1])
+        if plan.remote is not None:
+            _draw_times(plan, plan.remote, every[0][1])
         figure.savefig(path, dpi=160)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"--plot {path} cannot be written: {' '.join(str(problem).split())}") from problem
@@ -55,20 +55,20 @@ def draw(plan: Plan, path: Path) -> None:
         plt.close(figure)
 
 
-def _draw_times(plan: Plan, store: StorePlan, axes: Any) -> None:
+def _draw_times(plan: Plan, remote: RemotePlan, axes: Any) -> None:
     """Seconds against tokens, at the lengths of the plan; both axes are logarithmic."""
     tokens = [length.tokens for length in plan.lengths]
-    told = [(length.tokens, length.fetch_s) for length in store.lengths if length.fetch_s is not None]
+    told = [(length.tokens, length.fetch_s) for length in remote.lengths if length.fetch_s is not None]
     fetch = [fetch_s for _, fetch_s in told]
-    label = f"fetch from the store, {store.gb_per_s:g} GB/s"
+    label = f"fetch from the remote tier, {remote.gb_per_s:g} GB/s"
     axes.plot([n for n, _ in told], fetch, "o-", color=_COLOURS[0], label=label)
     compute = [length.recompute_s for length in plan.lengths if length.recompute_s is not None]
     if compute:
         axes.plot(tokens, compute, "s--", color=_COLOURS[4], label="compute (assumed, not measured)")
-    if store.break_even_tokens is not None:
-        axes.axvline(store.break_even_tokens, color="#555555", linewidth=0.8, linestyle=":")
+    if remote.break_even_tokens is not None:
+        axes.axvline(remote.break_even_tokens, color="#555555", linewidth=0.8, linestyle=":")
         top = max(fetch, default=1.0)
-        axes.annotate(f"{store.break_even_tokens:,}", (store.break_even_tokens, top), rotation=90, ha="right")
+        axes.annotate(f"{remote.break_even_tokens:,}", (remote.break_even_tokens, top), rotation=90, ha="right")
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("context of one request (tokens)")
     axes.set_ylabel("time to the KV on the device (s)")

@@ -89,14 +89,14 @@ class Transient:
 
 
 @dataclass(frozen=True)
-class StoreLength:
-    """A hit of ``tokens`` tokens that is in the store alone, and a text of them there.
+class RemoteLength:
+    """A hit of ``tokens`` tokens that is in the remote tier alone, and a text of them there.
 
     ``fetch_*``: all objects that the hit needs, with trailers; the time includes the way from the host to the device,
     and is None if ``why_not`` says why the hit cannot be fetched.
     ``read_amplification``: these bytes over those of the blocks. ``text_*``: what is stored of a prompt, which is
     enough for two hits, on all of it and on the same prompt sent again. ``further_end_bytes``: what another end, such
-    as that of the answer, stores again beside new tokens. ``texts``: how many the store holds, none sharing anything.
+    as that of the answer, stores again beside new tokens. ``texts``: how many the tier holds, none sharing anything.
     """
 
     tokens: int
@@ -113,8 +113,8 @@ class StoreLength:
 
 
 @dataclass(frozen=True)
-class StorePlan:
-    """A store behind the host tier. ``gb_per_s`` is what the user says; ``call_s``: what a fetch takes beside bytes.
+class RemotePlan:
+    """A remote tier. ``gb_per_s`` is what the user says; ``call_s``: what a fetch takes beside bytes.
 
     ``tile_tokens``, ``tile_bytes``: of a tile, 0 without one; ``most_end_bytes``: of the largest end. A hit that is
     here in part reads at most so much in vain. ``big_blocks``: groups whose blocks are objects by themselves.
@@ -133,7 +133,7 @@ class StorePlan:
     big_blocks: Mapping[str, int]
     longest_tokens: int
     break_even_tokens: int | None
-    lengths: tuple[StoreLength, ...]
+    lengths: tuple[RemoteLength, ...]
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     transient: Transient
     assumptions: Assumptions
-    store: StorePlan | None = None
+    remote: RemotePlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; ``groups`` stand for the spec."""

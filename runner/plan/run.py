@@ -18,8 +18,8 @@ from kvtier.sizing import layout_of, parse_bytes
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 from runner.checkpoint import find_config
 from runner.plan import compute
+from runner.plan.remote import plan_remote
 from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
-from runner.plan.store import plan_store
 
 LEAST_RATE = 1e-6
 """With less, times grow beyond what a float or JSON can say."""
@@ -27,7 +27,7 @@ _OPTIONS = {
     "link_gb_per_s": "--link-gbps",
     "peak_tflops": "--tflops",
     "utilisation": "--utilisation",
-    "store_gb_per_s": "--store-gbps",
+    "remote_gb_per_s": "--remote-gbps",
 }
 LENGTHS = (2_048, 8_192, 32_768, 90_112, 131_072)
 
@@ -37,8 +37,8 @@ class Options:
     """What to plan for. Memory as bytes or as text such as "80GiB", for KV alone.
 
     ``context``: a length to plan for beside ``LENGTHS``. ``link_gb_per_s``: from host memory to the device.
-    ``peak_tflops``: of dense matrix products; ``utilisation``: the part of it that a forward pass reaches. ``store``:
-    bytes of a store behind host memory, which gives ``store_gb_per_s``; both or neither.
+    ``peak_tflops``: of dense matrix products; ``utilisation``: the part of it that a forward pass reaches. ``remote``:
+    bytes of a remote tier, which gives ``remote_gb_per_s``; both or neither.
     """
 
     device_memory: str | int
@@ -50,13 +50,13 @@ class Options:
     link_gb_per_s: float = 55.0
     peak_tflops: float = 989.0
     utilisation: float = 0.4
-    store: str | int = 0
-    store_gb_per_s: float | None = None
+    remote: str | int = 0
+    remote_gb_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in _OPTIONS:
             value = getattr(self, name)
-            if name == "store_gb_per_s" and value is None:
+            if name == "remote_gb_per_s" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not LEAST_RATE <= value < math.inf:
                 raise ConfigError(f"{_OPTIONS[name]} must be a number, {LEAST_RATE:g} at least, got {shown(value)}")
@@ -87,12 +87,12 @@ def run(model: str | Path | Any, options: Options) -> Plan:
     weights, unknown = _weights(config)
     wanted = sorted({*LENGTHS, *([options.context] if options.context else [])})
     lengths = tuple(_length(config, spec, n, positions, device, host, weights, options) for n in wanted)
-    store = None
-    if options.store_gb_per_s is not None:
+    remote = None
+    if options.remote_gb_per_s is not None:
         compute_s = None if weights is None else partial(_compute_s, config, spec, weights, options)
-        rates = options.store_gb_per_s, options.link_gb_per_s
+        rates = options.remote_gb_per_s, options.link_gb_per_s
         fits = partial(_fits, spec, device, host, positions)
-        store = plan_store(spec, store_bytes, *rates, lengths, fits, compute_s)
+        remote = plan_remote(spec, store_bytes, *rates, lengths, fits, compute_s)
     return Plan(
         spec=spec,
         model=str(model if isinstance(model, (str, Path)) else config.model_type),
@@ -113,7 +113,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
             weights.per_token if weights else None,
             unknown,
         ),
-        store=store,
+        remote=remote,
     )
 
 
@@ -124,12 +124,12 @@ def read_spec(config: Any, options: Options) -> CacheSpec:
 
 
 def _store_bytes(options: Options, has_host: bool) -> int:
-    """Raises ``ConfigError`` for a store that cannot be planned for."""
-    num_bytes = parse_bytes(options.store, "--store")
-    if bool(num_bytes) != (options.store_gb_per_s is not None):
-        raise ConfigError("--store and --store-gbps go together: the bytes of a store, and the GB/s that it gives")
+    """Raises ``ConfigError`` for a remote tier that cannot be planned for."""
+    num_bytes = parse_bytes(options.remote, "--remote")
+    if bool(num_bytes) != (options.remote_gb_per_s is not None):
+        raise ConfigError("--remote and --remote-gbps go together: bytes of the remote tier, and its GB/s")
     if num_bytes and not has_host:
-        raise ConfigError("--store needs --host-memory: blocks come from the store into the host tier")
+        raise ConfigError("--remote needs --host-memory: blocks come from the remote tier into the host tier")
     return num_bytes
 
 

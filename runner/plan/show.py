@@ -8,7 +8,7 @@ from rich.table import Table
 
 from kvtier.spec import DTYPE_BYTES
 from runner.plan.report import Plan
-from runner.plan.show_store import break_even, holds_table, store_notes, store_table
+from runner.plan.show_remote import break_even, holds_table, remote_notes, remote_table
 from runner.plan.units import count, flop, numerous, seconds, size, tokens_of
 from runner.tables import plain_table, print_table
 
@@ -19,9 +19,9 @@ def show(plan: Plan, console: Console) -> None:
     print_table(console, _fits(plan))
     if plan.host is not None:
         print_table(console, _reload(plan))
-    if plan.store is not None:
-        print_table(console, store_table(plan, plan.store))
-        print_table(console, holds_table(plan, plan.store))
+    if plan.remote is not None:
+        print_table(console, remote_table(plan, plan.remote))
+        print_table(console, holds_table(plan, plan.remote))
     for line in [*_limits(plan), "", *_notes(plan)]:
         console.print(escape(line), highlight=False)
 
@@ -105,8 +105,8 @@ def _limits(plan: Plan) -> list[str]:
             f"While up to {step.step_tokens:,} tokens of a prompt run in one step: {groups}, {size(step.extra_bytes)} "
             "more than while generating; where that does not fit, steps are made shorter."
         )
-    if plan.store is not None:
-        lines.append(break_even(plan, plan.store))
+    if plan.remote is not None:
+        lines.append(break_even(plan, plan.remote))
     return lines
 
 
@@ -121,8 +121,8 @@ def _notes(plan: Plan) -> list[str]:
     ]
     if plan.host is not None:
         lines.append("host requests: with the blocks that a later hit needs.")
-    if plan.store is not None:
-        lines += store_notes(plan.store)
+    if plan.remote is not None:
+        lines += remote_notes(plan.remote)
     if any(length.beyond_model for length in plan.lengths):
         lines.append(f"* more than the model's {plan.model_tokens:,} positions.")
     if a.weights is not None and a.active_weights is not None:

@@ -102,7 +102,7 @@ MAKES = {
         "verify": "full",
         "deadline_s": 30.0,
         "copy_engine": SimulatedEngine,
-        "store_uri": None,
+        "remote_uri": None,
         "model_id": "m",
         "key_secret": b"s",
     },
@@ -167,14 +167,14 @@ class World:
 
 CALLS = {
     "tier": {
-        "text": {"keys": KEYS, "with_store": True},
+        "text": {"keys": KEYS, "with_remote": True},
         "overwrite": {"groups": [0], "blocks": [0]},
         "estimate_compute": {"seconds": lambda start, end: None},
         "wait": {"timeout_s": 0.0},
     },
     "text": {
         "extend": {"keys": chain(list(range(200, 204)))},
-        "match": {"start": 0, "num_tokens": 41, "ask_store": False},
+        "match": {"start": 0, "num_tokens": 41, "ask_remote": False},
         "load": {"blocks": np.arange(15)},
         "computed": {"tables": TABLES, "end": 40, "is_end": False},
         "computed_by": {"blocks_of": lambda g, at: np.full(len(at), -1, np.int32), "end": 40, "is_end": True},
@@ -183,7 +183,7 @@ CALLS = {
         "begin": {"orders": Orders()},
         "load": {"orders": Orders()},
         "wait": {"timeout_s": 0.0},
-        "use_store": {"uri": "memory://", "key_secret": b"s", "rank": 0},
+        "use_remote": {"uri": "memory://", "key_secret": b"s", "rank": 0},
     },
     "journal": {
         "add": {"fact": Runs()},
@@ -192,7 +192,7 @@ CALLS = {
     },
 }
 OF_RELAYED = {
-    "use_store": {"uri": "memory://", "model_id": "m", "key_secret": b"s"},
+    "use_remote": {"uri": "memory://", "model_id": "m", "key_secret": b"s"},
     "report": {"report": Report()},
     "spoil": {"groups": [0], "blocks": [0]},
     "text": CALLS["tier"]["text"],
@@ -336,9 +336,9 @@ def test_a_worker_and_its_books_take_one_store():
     for door, call in (("tier", "worker"), ("relayed", "tier")):
         world = World(door)
         given = {"uri": "memory://", "key_secret": b"s"} | ({} if call == "worker" else {"model_id": "m"})
-        getattr(world, call).use_store(**given)
+        getattr(world, call).use_remote(**given)
         with pytest.raises(ConfigError, match="already"):
-            getattr(world, call).use_store(**given)
+            getattr(world, call).use_remote(**given)
         getattr(world, call).close()
 
 
@@ -356,7 +356,7 @@ def fails(start: int, end: int) -> float:
 )
 def test_a_compute_time_that_fails_is_not_known_and_told_once(seconds, caplog):
     """It came out of ``schedule``, and ended the engine."""
-    with caplog.at_level(logging.WARNING, "kvtier.store"):
+    with caplog.at_level(logging.WARNING, "kvtier.remote"):
         estimate = Estimate(seconds)
         assert [estimate(0, 7), estimate(7, 9)] == [None, None]
     [line] = caplog.messages

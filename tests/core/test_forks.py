@@ -20,7 +20,7 @@ from core.test_host_tier import chain
 from kvtier import CacheManager, HostPlan, HostTier, HostWorker, RelayedBooks, Request, Scheduler
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.relay import Orders
-from kvtier.remote.uri import open_store
+from kvtier.remote.uri import open_backend
 
 REFUSED = r"CacheClosed: this {} is of the process that this one was forked from"
 
@@ -85,7 +85,7 @@ def test_host_tiers_and_their_halves_are_refused_in_a_child():
         partial(worker.load, Orders()),
         worker.poll,
         partial(worker.wait, 1e9),
-        partial(worker.use_store, "memory://", b"s"),
+        partial(worker.use_remote, "memory://", b"s"),
     ):
         refused("host tier", call)
     assert in_child(worker.close) == "True"
@@ -109,7 +109,7 @@ def stored_by_threads(tier: HostTier) -> np.ndarray:
 
 @pytest.mark.parametrize("uri", ["memory://", "file://{}"])
 def test_a_store_in_a_child_fails_each_call_at_once_and_stays_its_parents(uri, tmp_path):
-    store = open_store(uri.format(tmp_path / "kv"))
+    store = open_backend(uri.format(tmp_path / "kv"))
     piece = memoryview(bytearray(b"12345678"))
 
     def ended(ticket: int) -> str:
@@ -156,7 +156,7 @@ def test_a_child_neither_ends_copies_nor_gives_memory_back(closes, make_cache, m
     monkeypatch.setattr(Told, "closed_by", [])
     cache = make_cache(host=8, copy_engine=Told)
     tier = [
-        HostTier([group()], MEMORY.copy(), 2048, copy_engine=Told, store_uri="memory://", model_id="m", key_secret=b"s")
+        HostTier([group()], MEMORY.copy(), 2048, "off", 30.0, Told, "memory://", model_id="m", key_secret=b"s")
     ]
     freed = weakref.ref(inside.tier_arena(tier[0]))
 

@@ -93,7 +93,7 @@ class Outside:
         for g, group in enumerate(self.groups):
             seq.tables[g] = np.array([self.free[g].pop() for _ in range(len(tokens) // group.block_tokens)], np.int32)
         seq.text = self.tier.text(seq.keys)
-        while (hit := seq.text.match(0, len(tokens), ask_store=True)).is_sought:
+        while (hit := seq.text.match(0, len(tokens), ask_remote=True)).is_sought:
             self.poll(running)
         if hit.num_tokens and not hit.is_pending:
             seq.hit = hit

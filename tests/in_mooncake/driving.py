@@ -12,7 +12,7 @@ import numpy as np
 from remote.mooncake_cluster import HOST, PORT
 
 from kvtier.remote.block_store import Answer, Outcome
-from kvtier.remote.mooncake_store import MooncakeStore
+from kvtier.remote.mooncake_store import MooncakeBackend
 
 OK, MISS, FAILED, REFUSED = Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.REFUSED
 PIECE = 64 << 10
@@ -34,7 +34,7 @@ class Client:
 
     def __init__(self, pieces: int = 3, **options: str) -> None:
         self.pieces = pieces
-        self.store = MooncakeStore(HOST, PORT, {"timeout_s": "1", **options})
+        self.store = MooncakeBackend(HOST, PORT, {"timeout_s": "1", **options})
         self._mapping = mmap.mmap(-1, ARENA_PIECES * PIECE)
         self.arena = np.frombuffer(self._mapping, np.uint8)
         self.store.register(memoryview(self._mapping))

@@ -50,7 +50,7 @@ def served(engine: Serving, k: int) -> int:
         assert time.monotonic() - begun < FETCH_S + SLOW_S, engine.scheduler.why_waiting()
         if not engine.step().num_tokens:
             engine.scheduler.wait(0.05)
-    return engine.finished[name].cached_tokens["store"]
+    return engine.finished[name].cached_tokens["remote"]
 
 
 def settles(engine: Serving) -> None:
@@ -73,7 +73,7 @@ def until_hit(engine: Serving, k: int) -> None:
     """The store is well again: what the engine computes, it finds there later."""
     until = time.monotonic() + PATIENCE_S
     while served(engine, k) != HIT:
-        assert time.monotonic() < until, engine.cache.stats().store
+        assert time.monotonic() < until, engine.cache.stats().remote
         forget(engine)
         time.sleep(0.2)
 
@@ -83,7 +83,7 @@ def test_what_one_engine_stores_another_has(cluster: Cluster, opens: Open) -> No
     assert served(one, 0) == 0
     settles(one)
     assert served(other, 0) == HIT
-    assert other.cache.stats().store.failed_fetches == 0
+    assert other.cache.stats().remote.failed_fetches == 0
 
 
 @pytest.mark.parametrize("which", ["storage", "master"])
@@ -131,7 +131,7 @@ def test_an_engine_meets_a_storage_process_that_hangs(tmp_path: Path, opens: Ope
             took.append(-time.monotonic())
             assert served(engine, k) == 0
             took[-1] += time.monotonic()
-        stats, remote = engine.cache.stats().store, engine.cache.core.coordinator.remote
+        stats, remote = engine.cache.stats().remote, engine.cache.core.coordinator.remote
         assert (stats.breaker_open, sum(seconds > FETCH_S - 1 for seconds in took) <= 4) == (True, True), took
         assert time.monotonic() - begun < 4 * FETCH_S + SLOW_S
         assert stats.look_latency.counts[-1] == 0, "questions are answered"

@@ -200,8 +200,8 @@ class Engine:
 
     @property
     def store(self) -> Any:
-        """The counters of the store behind it."""
-        return self.books.stats().store
+        """The counters of the remote tier."""
+        return self.books.stats().remote
 
     def num_free(self) -> int:
         """Free blocks of the device."""

@@ -103,7 +103,7 @@ def serve(model: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[...
 def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_store(
     serve: Callable[..., Server], tmp_path: Path
 ) -> None:
-    shared = {"store_uri": f"file://{tmp_path}/kv"}
+    shared = {"remote_uri": f"file://{tmp_path}/kv"}
     server = serve("gemma3", **shared)
     assert server.comes_up(), server.log.read_text()[-4000:]
     cold = {seed: server.ids(seed) for seed in (1, 2)}
@@ -113,7 +113,7 @@ def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_stor
         assert server.ids(seed) == cold[seed]
     assert server.metric("vllm:external_prefix_cache_hits_total") == 2 * HIT
     assert server.metric("vllm:prefix_cache_hits_total") == 0
-    assert server.metric("vllm:kvtier_store_is_on") == 1
+    assert server.metric("vllm:kvtier_remote_is_on") == 1
     told, board = server.get("/metrics"), BOARD.read_text(encoding="utf-8")
     assert {name for name in re.findall(r"vllm:\w+", board) if f"\n{name}{{" not in told} == set()
     assert re.findall(r'vllm:prompt_tokens_cached_by_source_total{.*source="host".*} (\S+)', told) == [f"{2.0 * HIT}"]
@@ -122,9 +122,9 @@ def test_prompts_in_turn_over_http_hit_the_host_tier_and_a_later_server_the_stor
     assert later.comes_up(), later.log.read_text()[-4000:]
     for seed in (1, 2):
         assert later.ids(seed) == cold[seed]
-    late = later.metric("vllm:kvtier_store_late_looks_total")  # on a busy machine: these prompts are computed
+    late = later.metric("vllm:kvtier_remote_late_looks_total")  # on a busy machine: these prompts are computed
     assert later.metric("vllm:external_prefix_cache_hits_total") == (2 - late) * HIT
-    assert later.metric("vllm:kvtier_store_fetched_bytes_total") > 0 or late == 2
+    assert later.metric("vllm:kvtier_remote_fetched_bytes_total") > 0 or late == 2
 
 
 def test_a_server_with_the_wrong_policy_does_not_start_and_says_why(serve: Callable[..., Server]) -> None:

@@ -49,7 +49,7 @@ def test_the_board_shows_metrics_that_there_are_and_all_that_tell_of_trouble():
 def test_alerts_are_about_metrics_that_there_are():
     told = named((DOCS / "deploy" / "alerts-vllm.yml").read_text(encoding="utf-8"))
     assert told - OURS - VLLMS == set()
-    assert {"vllm:kvtier_damaged_blocks_total", "vllm:kvtier_stores_hang", "vllm:kvtier_store_breaker_open"} <= told
+    assert {"vllm:kvtier_damaged_blocks_total", "vllm:kvtier_stores_hang", "vllm:kvtier_remote_breaker_open"} <= told
 
 
 def test_the_page_names_every_metric():

@@ -10,7 +10,7 @@ from kvtier import CacheSpec, KVCache, Request, Scheduler
 from kvtier.audit.run import AuditLevel
 from kvtier.testing import CanaryEngine
 
-from .played_store import PlayedStore, Shelf
+from .played_backend import PlayedBackend, Shelf
 
 NAMES = {"model_id": "world", "key_secret": b"world"}
 """Of all caches of a world: who has the same shares their objects."""
@@ -25,7 +25,7 @@ def another_engine_serves(spec: CacheSpec, request: Request, shelf: Shelf) -> Co
         device_blocks=roomy,
         host_blocks=roomy,
         copy_engine=lambda memory: HeldEngine(memory, hold=()),
-        store_uri=PlayedStore(shelf, quick=1.0),
+        remote_uri=PlayedBackend(shelf, quick=1.0),
         **NAMES,
     )
     cache.checks.level = AuditLevel.OFF
@@ -42,8 +42,8 @@ def another_engine_serves(spec: CacheSpec, request: Request, shelf: Shelf) -> Co
     assert done.finish_reason == "length", done
     check_text(cache, request, done)
     assert cache.audit() == []
-    stats = cache.stats().store
+    stats = cache.stats().remote
     cache.close()
     names = ("spilled_objects", "fetched_objects", "missed_objects", "damaged_objects")
     seen = Counter({f"store: {name}": getattr(stats, name) for name in names})
-    return seen + Counter({"prompt tokens from store": done.cached_tokens["store"], "engines elsewhere": 1})
+    return seen + Counter({"prompt tokens from store": done.cached_tokens["remote"], "engines elsewhere": 1})

@@ -383,7 +383,7 @@ def configurations() -> list[Config]:
         c("lazy, loads hang", (3, 3, 2), (3, 3, 2), store="lazy", can=_only("expire"), **warm),
         c("loads, abort, cancel", (3, 3, 2), (3, 3, 2), can=_only("abort", "cancel"), **warm),
         c("preempted and loaded again", (4, 4, 4), (6, 6, 6), can=NOTHING, prompts=((1, 2, 3), (4, 5, 6, 7)), **deep),
-        # a store behind the host tier
+        # a remote tier
         c("store, spills fail", (3, 3, 3), (3, 3, 3), can=_only("bad"), **alone),
         c("store, spills hang", (3, 3, 3), (3, 3, 3), can=_only("expire"), **alone),
         c("store, fetches fail", (3, 3, 3), (3, 3, 3), stored=EQUAL[0], can=_only("bad"), **alone),

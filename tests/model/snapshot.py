@@ -46,7 +46,7 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 from kvtier.wakeup import Wakeup
 
-from .stepwise_store import ListedPlan, NamesOnly, seek_state, store_state
+from .stepwise_backend import ListedPlan, NamesOnly, seek_state, store_state
 from .tiny import Config, World
 
 # --- freeze and thaw ------------------------------------------------------------------------------

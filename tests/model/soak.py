@@ -70,10 +70,10 @@ class Ticking(Counts):
             signal.alarm(HANGS_S)
 
 
-def walk(seed: int, counts: Counts, bar: tqdm[None], has_store: bool | None) -> None:
+def walk(seed: int, counts: Counts, bar: tqdm[None], has_remote: bool | None) -> None:
     """One world from its opening to its end; exits with what it found if anything is wrong."""
     rnd = random.Random(seed)
-    config, rules = random_config(rnd, seed, has_store), list[Rule]()
+    config, rules = random_config(rnd, seed, has_remote), list[Rule]()
     with within(HANGS_S):
         world = World(config, counts, every_rule=False)
     try:
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--store",
         action=argparse.BooleanOptionalAction,
-        help="whether there is a store behind the host tier; by default in every second world",
+        help="whether there is a remote tier; by default in every second world",
     )
     args = parser.parse_args()
     if args.worlds is not None and args.worlds < 1:

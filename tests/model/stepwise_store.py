@@ -19,7 +19,7 @@ from kvtier.remote.tier import RemoteTier
 ENDS = {"well": Outcome.OK, "badly": Outcome.FAILED, "gone": Outcome.MISS}
 
 
-class StepwiseStore:
+class StepwiseBackend:
     """``objects``: names that it has. Calls under way: what, and their names."""
 
     kind = "stepwise"
@@ -61,16 +61,16 @@ class NamesOnly:
     def __init__(self, block_bytes: list[int]) -> None:
         self.block_bytes = np.array(block_bytes, np.int64)
 
-    def look(self, store: StepwiseStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def look(self, store: StepwiseBackend, ticket: int, names: Sequence[Name], within_s: float) -> None:
         store.begin("look", ticket, names)
 
-    def delete(self, store: StepwiseStore, ticket: int, names: Sequence[Name], within_s: float) -> None:
+    def delete(self, store: StepwiseBackend, ticket: int, names: Sequence[Name], within_s: float) -> None:
         store.begin("delete", ticket, names)
 
-    def put(self, store: StepwiseStore, move: Move, within_s: float) -> None:
+    def put(self, store: StepwiseBackend, move: Move, within_s: float) -> None:
         store.begin("put", move.ticket, move.objects.names)
 
-    def get(self, store: StepwiseStore, move: Move, absent: Any, within_s: float) -> None:
+    def get(self, store: StepwiseBackend, move: Move, absent: Any, within_s: float) -> None:
         store.begin("get", move.ticket, move.objects.names)
 
 
@@ -81,16 +81,16 @@ class ListedPlan(ObjectPlan):
         return iter(list(super().parts(keys, n, most)))
 
 
-def open_stepwise(cache: KVCache, now: Callable[[], float]) -> StepwiseStore:
+def open_stepwise(cache: KVCache, now: Callable[[], float]) -> StepwiseBackend:
     """Puts a store behind the cache's host tier. Whole texts are objects: so there are few."""
-    coordinator, store = cache.core.coordinator, StepwiseStore()
+    coordinator, store = cache.core.coordinator, StepwiseBackend()
     wire: Any = NamesOnly([group.block_bytes for group in cache.spec.groups])
     plan, host = ListedPlan(cache.spec, least_bytes=10**6), inside.host(cache)
     assert host is not None
     remote = RemoteTier(store, wire, plan, host, now, deadline_s=50.0)  # type: ignore[arg-type]
     remote.on_end = coordinator.connector.ledger.note_end
     store.on_news = coordinator.connector.wake
-    coordinator.use_store(remote)
+    coordinator.use_remote(remote)
     return store
 
 
@@ -98,7 +98,7 @@ def open_stepwise(cache: KVCache, now: Callable[[], float]) -> StepwiseStore:
 
 
 def store_state(
-    remote: RemoteTier, store: StepwiseStore, block_of: Callable[[int, int], int], settled: int
+    remote: RemoteTier, store: StepwiseBackend, block_of: Callable[[int, int], int], settled: int
 ) -> tuple[Any, ...]:
     """All that influences what happens next. Tickets count by their order; ``block_of``: new names of host blocks."""
     rank = _ranks(remote)

@@ -19,7 +19,7 @@ from kvtier.pools import block_pool
 from kvtier.pools.pool_state import Col
 from kvtier.testing import canary_spec
 from model import preemptions
-from model.played_store import FATES, ROTS
+from model.played_backend import FATES, ROTS
 from model.preemptions import Preemption
 from model.walk import SHORT_WALKS, random_config, replay, script, short_walk, shrink
 from model.world import Config, Counts, World

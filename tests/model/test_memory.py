@@ -58,7 +58,7 @@ def test_the_soak_ends_with_status_1_where_the_same_worlds_take_more_and_more(
 ) -> None:
     kept: list[object] = []
 
-    def walk(seed: int, counts: soak.Counts, bar: Any, has_store: bool | None) -> None:
+    def walk(seed: int, counts: soak.Counts, bar: Any, has_remote: bool | None) -> None:
         kept.append(np.ones(kib * 2**7) if kib else None)
         counts.seen["steps"] += 1000
 

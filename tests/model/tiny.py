@@ -24,7 +24,7 @@ from kvtier.remote.moves import SeekState
 
 from .preemptions import Preemption, recorded
 from .stepwise import StepwiseEngine
-from .stepwise_store import open_stepwise
+from .stepwise_backend import open_stepwise
 
 BLOCK_TOKENS = 2
 SPEC = CacheSpec(
@@ -53,7 +53,7 @@ class Config:
     order: str = "stream"  # see StepwiseEngine
     cut: bool = False  # a block a store, else all that are planned at a time
     on_load_error: str = "recompute"
-    shelf: bool = False  # a store behind the host tier
+    shelf: bool = False  # a remote tier
     stored: tuple[int, ...] | None = None  # a prompt that the store has at the beginning, and nobody else
     can: frozenset[str] = frozenset({"bad"})  # of abort, cancel, bad, expire
 
@@ -301,7 +301,7 @@ class World:
 
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
-        due_s = inside.coordinator(self.cache).store_due_s(self.scheduler.waiting) if self.calls is not None else 1.0
+        due_s = inside.coordinator(self.cache).remote_due_s(self.scheduler.waiting) if self.calls is not None else 1.0
         late = any(s.seek is not None and s.seek.until_s < 0 and not s.seek.is_late for s in self.scheduler.waiting)
         return bool(
             due_s <= 0.0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from model.played_store import FATES, ROTS
+from model.played_backend import FATES, ROTS
 from model.world import KINDS, Config, Counts, World
 
 Rule = tuple[str, tuple[Any, ...]]
@@ -36,12 +36,12 @@ WEIGHTS = {
 }
 
 
-def random_config(rnd: random.Random, seed: int, has_store: bool | None = None) -> Config:
+def random_config(rnd: random.Random, seed: int, has_remote: bool | None = None) -> Config:
     """Tiny pools: nearly every bug needs fewer than 15 blocks and 4 requests. Every second world has a store, unless
-    ``has_store`` says."""
+    ``has_remote`` says."""
     groups: dict[str, tuple[str, int, int, int, int]] = {}
-    has_store = rnd.random() < 0.5 if has_store is None else has_store
-    objects = rnd.choice([1, 300, 1000]) if has_store else None  # and more room in the host, from which they come
+    has_remote = rnd.random() < 0.5 if has_remote is None else has_remote
+    objects = rnd.choice([1, 300, 1000]) if has_remote else None  # and more room in the host, from which they come
     kinds = rnd.choice(
         [["full", "window", "chunk"]] * 4
         + [["full"], ["full", "window"], ["chunk", "window"], ["full", "full", "window"]]
@@ -54,13 +54,14 @@ def random_config(rnd: random.Random, seed: int, has_store: bool | None = None) 
         host = max(host, rnd.choice([0, 30, 60])) if objects is not None else host
         groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(2, 12), host)
     assert set(kinds) <= set(KINDS)
-    slabs = (rnd.randint(3, 14), rnd.choice([12, 40, 80] if has_store else [4, 12, 40])) if rnd.random() < 0.4 else None
+    room = [12, 40, 80] if has_remote else [4, 12, 40]
+    slabs = (rnd.randint(3, 14), rnd.choice(room)) if rnd.random() < 0.4 else None
     return Config(
         groups,
-        host=rnd.random() < 0.9 or has_store,
+        host=rnd.random() < 0.9 or has_remote,
         slabs=slabs,
         layers=rnd.choice([(1, 2, 3), (3, 1, 2), (1, 1, 1), (5, 4, 3)]),
-        store=rnd.choice(["eager"] * 7 + ["off"] if has_store else ["eager", "lazy"]),
+        store=rnd.choice(["eager"] * 7 + ["off"] if has_remote else ["eager", "lazy"]),
         verify=rnd.choice(["full", "full", "off"]),
         on_load_error=rnd.choice(["recompute", "recompute", "recompute", "fail"]),
         streams=rnd.random() < 0.6,

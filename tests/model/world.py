@@ -50,8 +50,8 @@ from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
 
 from .elsewhere import NAMES, another_engine_serves
 from .metrics import JOURNAL, Metrics, findable
-from .played_store import FATES as CALL_FATES
-from .played_store import ROTS, PlayedStore, Shelf, least_bytes
+from .played_backend import FATES as CALL_FATES
+from .played_backend import ROTS, PlayedBackend, Shelf, least_bytes
 from .preemptions import Preemption, recorded
 from .waits import recorded_waits
 
@@ -186,9 +186,9 @@ class World:
         return {"device_bytes": device, "host_bytes": host if c.host else 0}
 
     def _behind_the_host(self) -> dict[str, Any]:
-        has_store = self.config.host and self.config.objects is not None
-        self.calls = PlayedStore(self._shelf, self.config.quick) if has_store else None
-        return {"store_uri": self.calls, "model_id": NAMES["model_id"]} if has_store else {}
+        has_remote = self.config.host and self.config.objects is not None
+        self.calls = PlayedBackend(self._shelf, self.config.quick) if has_remote else None
+        return {"remote_uri": self.calls, "model_id": NAMES["model_id"]} if has_remote else {}
 
     def _make_engine(self, memory: TierMemory) -> CopyEngine:
         self._bytes = memory
@@ -501,9 +501,9 @@ class World:
                 "copies given up": stats.transfers.expired,
             }
         )
-        if stats.store is not None:
+        if stats.remote is not None:
             names = ("spilled_objects", "fetched_objects", "missed_objects", "damaged_objects", "expired", "late_looks")
-            now.update({f"store: {name}": getattr(stats.store, name) for name in names})
+            now.update({f"store: {name}": getattr(stats.remote, name) for name in names})
         self.counts.seen.update(now - self._totals)
         self._totals = now
 

@@ -335,12 +335,12 @@ def test_a_number_of_positions_that_cannot_be_is_none(
         (["--device-memory", "80GiB", "--context", "9" * 12], "context must be in 1.."),
         (["--device-memory", "80GiB", "--max-batched-tokens", "9" * 12], "max_batched_tokens must be in 1.."),
         (["--device-memory", "80GiB", "--utilisation", "1.5"], "1 at most"),
-        ([*MEMORY, "--store", "10TiB"], "--store and --store-gbps go together"),
-        ([*MEMORY, "--store-gbps", "5"], "--store and --store-gbps go together"),
-        ([*MEMORY, "--store", "much", "--store-gbps", "5"], "--store must be bytes or text such as '8GiB', got 'much'"),
-        ([*MEMORY, "--store", "10TiB", "--store-gbps", "0"], "--store-gbps must be a number, 1e-06"),
-        ([*MEMORY, "--store", "10TiB", "--store-gbps", "nan"], "--store-gbps must be a number"),
-        (["--device-memory", "80GiB", "--store", "1TiB", "--store-gbps", "5"], "--store needs --host-memory"),
+        ([*MEMORY, "--remote", "10TiB"], "--remote and --remote-gbps go together"),
+        ([*MEMORY, "--remote-gbps", "5"], "--remote and --remote-gbps go together"),
+        ([*MEMORY, "--remote", "much", "--remote-gbps", "5"], "--remote must be bytes or text such as '8GiB'"),
+        ([*MEMORY, "--remote", "10TiB", "--remote-gbps", "0"], "--remote-gbps must be a number, 1e-06"),
+        ([*MEMORY, "--remote", "10TiB", "--remote-gbps", "nan"], "--remote-gbps must be a number"),
+        (["--device-memory", "80GiB", "--remote", "1TiB", "--remote-gbps", "5"], "--remote needs --host-memory"),
         (["--device-memory", "80GiB", "--block-tokens", "9" * 10], "block_tokens must be a positive integer"),
     ],
 )
@@ -350,7 +350,7 @@ def test_options_that_cannot_work(
     refused(capsys, [str(folder), *arguments], message)
 
 
-@pytest.mark.parametrize("arguments", [["--context", "x"], ["--link-gbps", "fast"], ["--store-gbps", "fast"]])
+@pytest.mark.parametrize("arguments", [["--context", "x"], ["--link-gbps", "fast"], ["--remote-gbps", "fast"]])
 def test_numbers_that_are_none(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(folder), *MEMORY, *arguments])

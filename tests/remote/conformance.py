@@ -1,4 +1,4 @@
-"""What every ``BlockStore`` promises. A backend's tests derive from ``Conformance`` and bring ``driver``."""
+"""What every ``Backend`` promises. A backend's tests derive from ``Conformance`` and bring ``driver``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Conformance:
         driver.call("put", [name(1), name(2)], [driver.filled(1, 64), driver.filled(2, 64)])
         assert driver.outcomes("delete", [name(1)]) == [OK]
         assert driver.outcomes("look", [name(1), name(2)]) == [MISS, OK]
-        assert driver.outcomes("delete", [name(1)])[0] in (OK, MISS)  # some stores cannot tell
+        assert driver.outcomes("delete", [name(1)])[0] in (OK, MISS)  # some remotes cannot tell
 
     def test_empty_calls_end(self, driver: Driver) -> None:
         for what, more in (("look", ()), ("put", ((),)), ("get", ((),)), ("delete", ())):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from kvtier.remote.uri import open_store
+from kvtier.remote.uri import open_backend
 from remote.driving import Driver, Opens
 from remote.fake_s3 import FakeS3
 
@@ -26,7 +26,7 @@ def opens() -> Iterator[Opens]:
     made: list[Driver] = []
 
     def open_driver(uri: str) -> Driver:
-        made.append(Driver(open_store(uri)))
+        made.append(Driver(open_backend(uri)))
         return made[-1]
 
     yield open_driver

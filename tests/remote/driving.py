@@ -1,4 +1,4 @@
-"""A ``BlockStore`` with memory, driven call by call."""
+"""A ``Backend`` with memory, driven call by call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from patience import PATIENCE_S
 
-from kvtier.remote.block_store import Answer, BlockStore, Outcome
+from kvtier.remote.block_store import Answer, Backend, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.names import object_name
 
@@ -33,7 +33,7 @@ def pattern(i: int, num_bytes: int) -> bytes:
 class Driver:
     """``memory``: registered, as the tier's arena would be. Calls wait for their answer."""
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: Backend) -> None:
         self.store = store
         self.memory = memoryview(bytearray(ARENA_BYTES))
         store.register(self.memory)

@@ -1,4 +1,4 @@
-"""Engines over a store, in processes of their own that may be killed: canary engines, which know each right token.
+"""Engines over a remote, in processes of their own that may be killed: canary engines, which know each right token.
 
 ``Engines`` starts a process that imports once and forks an engine for each job. It speaks JSON, a line for each thing
 that happens.
@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import pytest
 from core.driving import Serving, prompt
-from patience import PATIENCE_S, be_patient_with_stores
+from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
 from kvtier.remote import objects
@@ -41,13 +41,13 @@ TOKENS = 1000
 
 
 def open_engine(uri: object, **options: Any) -> Serving:
-    """An engine over this store."""
+    """An engine over this remote."""
     with patch.object(objects, "LEAST_BYTES", LEAST_BYTES):
         cache = KVCache(
             canary_spec(GROUPS, num_layers=LAYERS),
             device_blocks={"full": 90, "win": 40, "chunk": 40},
             host_blocks={"full": 400, "win": 200, "chunk": 200},
-            store_uri=uri,
+            remote_uri=uri,
             **(NAMES | {"deadline_s": PATIENCE_S} | options),
         )
     return Serving(cache, max_batched_tokens=512, max_running=4, audit_every=20)
@@ -71,7 +71,7 @@ def _tell(job: dict[str, Any], at: str, **more: Any) -> None:
 def _serve(job: dict[str, Any]) -> None:
     if job["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
-    be_patient_with_stores(pytest.MonkeyPatch())
+    be_patient_with_backends(pytest.MonkeyPatch())
     engine = open_engine(job["uri"])
     store, puts = engine.cache.core.coordinator.remote.store, 0
     put = store.put
@@ -92,7 +92,7 @@ def _serve(job: dict[str, Any]) -> None:
         if job["forgets"]:
             engine.cache.core.coordinator.pools.forget_all()
             engine.cache.core.host.forget_all()
-    stats = engine.cache.stats().store
+    stats = engine.cache.stats().remote
     engine.cache.close()
     numbers = {name: n for name, n in vars(stats).items() if isinstance(n, int)}
     _tell(job, "ended", stats=numbers, reasons=stats.reasons)
@@ -209,7 +209,7 @@ class Engines:
         tell_at: int = 0,
         largest_file: int = 0,
     ) -> Engine:
-        """An engine that serves these prompts, so often. ``forgets``: after each turn, all but the store. It tells that
+        """An engine that serves these prompts, so often. ``forgets``: after each turn, all but the remote. It tells if
         it is "spilling" with object ``tell_at``, and may write no file that is larger than ``largest_file``."""
         self._count += 1
         name = f"engine {self._count}"

@@ -1,4 +1,4 @@
-"""Mooncake's client as ``MooncakeStore`` calls it, over a dict: with the library's codes, and no library."""
+"""Mooncake's client as ``MooncakeBackend`` calls it, over a dict: with the library's codes, and no library."""
 
 from __future__ import annotations
 

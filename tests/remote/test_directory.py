@@ -264,12 +264,12 @@ ZYGOTE = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from remote.driving import Driver
-from kvtier.remote.uri import open_store
+from kvtier.remote.uri import open_backend
 
 for line in sys.stdin:  # one import, and a writer for each kill
     child = os.fork()
     if not child:
-        driver = Driver(open_store("file://" + line.strip()))
+        driver = Driver(open_backend("file://" + line.strip()))
         for turn in range(1000):
             driver.put_sealed(range(4), {sizes!r})
             if turn == 0:

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from breadth import sized
 from core.driving import Serving, prompt
-from model.played_store import of_an_older_format
-from patience import PATIENCE_S, be_patient_with_stores
+from model.played_backend import of_an_older_format
+from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier.coordinator import seek
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.remote import directory, upkeep
-from kvtier.remote.directory import DirectoryStore
+from kvtier.remote.directory import DirectoryBackend
 from kvtier.remote.moves import Way
 from kvtier.remote.shelf import FolderShelf
 from kvtier.remote.upkeep import collect, contents
@@ -44,7 +44,7 @@ def engines() -> Iterator[Engines]:
 @pytest.fixture
 def opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Engines in this process."""
-    be_patient_with_stores(monkeypatch)
+    be_patient_with_backends(monkeypatch)
     made: list[Serving] = []
 
     def make(where: Path = folder, more: str = "") -> Serving:
@@ -57,17 +57,17 @@ def opens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 
 def store_of(engine: Serving):
-    return engine.cache.stats().store
+    return engine.cache.stats().remote
 
 
-def from_store(engine: Serving, k: int, name: str = "") -> int:
-    """Serves prompt k; the tokens of it that came from the store."""
+def from_remote(engine: Serving, k: int, name: str = "") -> int:
+    """Serves prompt k; the tokens of it that came from the remote."""
     name = name or f"r{len(engine.requests)}"
-    return engine.serve(name, prompt(k, TOKENS), 3).cached_tokens["store"]
+    return engine.serve(name, prompt(k, TOKENS), 3).cached_tokens["remote"]
 
 
 def served(engine: Serving, k: int, meanwhile: Callable[[], object] = lambda: None) -> int:
-    """The same, though the store may still have calls that were given up. ``meanwhile``: after each step."""
+    """The same, though the remote may still have calls that were given up. ``meanwhile``: after each step."""
     engine.add(name := f"r{len(engine.requests)}", prompt(k, TOKENS), 3)
     until = time.monotonic() + PATIENCE_S
     while name not in engine.finished:
@@ -75,7 +75,7 @@ def served(engine: Serving, k: int, meanwhile: Callable[[], object] = lambda: No
         meanwhile()
         if not engine.step().num_tokens:
             engine.scheduler.wait(0.05)
-    return engine.finished[name].cached_tokens["store"]
+    return engine.finished[name].cached_tokens["remote"]
 
 
 @pytest.fixture
@@ -84,14 +84,14 @@ def hangs(monkeypatch: pytest.MonkeyPatch, opens: Open) -> Iterator[Hangs]:
     found = Hangs()
 
     def begin(name: str = "_get") -> None:
-        quick = getattr(DirectoryStore, name)
+        quick = getattr(DirectoryBackend, name)
 
         def waits(*arguments: Any) -> Any:
             found.asked.set()
             found.back.wait()
             return quick(*arguments)
 
-        monkeypatch.setattr(DirectoryStore, name, waits)
+        monkeypatch.setattr(DirectoryBackend, name, waits)
 
     found.begin = begin
     yield found
@@ -122,7 +122,7 @@ def test_an_engine_that_is_killed_while_it_spills(engines: Engines, tmp_path: Pa
         stats = reader.ended()["stats"]
         assert (stats["damaged_objects"], stats["failed_fetches"]) == (0, 0)
         assert wrong_objects(folder) == []
-        hits += sum(cached["store"] for cached in reader.cached)
+        hits += sum(cached["remote"] for cached in reader.cached)
         rmtree(folder)
     assert hits > 0
 
@@ -134,7 +134,7 @@ def test_two_engines_spill_the_same_blocks_at_once(engines: Engines, folder: Pat
     assert wrong_objects(folder) == []
     third = engines.start(f"file://{folder}", range(4))
     assert third.ended()["stats"]["damaged_objects"] == 0
-    assert [cached["store"] for cached in third.cached] == [HIT] * 4
+    assert [cached["remote"] for cached in third.cached] == [HIT] * 4
 
 
 def test_a_keeper_removes_while_engines_read_and_write(engines: Engines, folder: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_keeper_removes_while_engines_read_and_write(engines: Engines, folder:
         later = engines.start(f"file://{folder}", range(4))
         stats.append(later.ended()["stats"])
     assert all((of["damaged_objects"], of["failed_fetches"]) == (0, 0) for of in stats), stats
-    assert [cached["store"] for cached in later.cached] == [HIT] * 4
+    assert [cached["remote"] for cached in later.cached] == [HIT] * 4
 
 
 # --- disks ------------------------------------------------------------------------------------------
@@ -180,30 +180,30 @@ def test_a_disk_fills_up_becomes_read_only_and_is_emptied(opens: Open, small_dis
     folder = small_disk / "store"
     engine = opens(folder)
     for k in range(6):
-        from_store(engine, k)
+        from_remote(engine, k)
     stats = store_of(engine)
     assert (stats.spilled_objects > 0, stats.refused_objects > 0, stats.breaker_open) == (True, True, False)
     assert wrong_objects(folder) == []
-    assert from_store(opens(folder), 0) == HIT
+    assert from_remote(opens(folder), 0) == HIT
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     reader = opens(folder)
-    assert (from_store(reader, 0), from_store(reader, 9)) == (HIT, 0)
+    assert (from_remote(reader, 0), from_remote(reader, 9)) == (HIT, 0)
     assert store_of(reader).refused_objects > 0
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     collect(FolderShelf(folder), 0)
-    assert from_store(reader, 10) == 0
-    assert from_store(opens(folder), 10) == HIT
+    assert from_remote(reader, 10) == 0
+    assert from_remote(opens(folder), 10) == HIT
 
 
 def test_a_directory_without_permission_refuses(opens: Open, folder: Path) -> None:
     if not os.geteuid():
         pytest.skip("root may write anywhere: the test with the small disk remounts it")
     engine = opens()
-    from_store(engine, 0)
+    from_remote(engine, 0)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o500 if path.is_dir() else 0o400)
     other = opens()
-    assert (from_store(other, 0), from_store(other, 1)) == (HIT, 0)
+    assert (from_remote(other, 0), from_remote(other, 1)) == (HIT, 0)
     assert store_of(other).refused_objects > 0
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         path.chmod(0o700)
@@ -213,25 +213,25 @@ def test_a_directory_without_permission_refuses(opens: Open, folder: Path) -> No
 def test_a_directory_is_deleted_under_an_engine(opens: Open, folder: Path, then: str) -> None:
     """What is gone is a miss, and stored again; where nothing can be stored, it serves on."""
     opens_first = opens()
-    from_store(opens_first, 0)
+    from_remote(opens_first, 0)
     engine = opens()
-    assert from_store(engine, 0) == HIT
+    assert from_remote(engine, 0) == HIT
     rmtree(folder)
     if then == "is a file":
         folder.write_text("not a directory")
     other = opens(folder) if then == "is gone" else engine
-    assert from_store(other, 1) == 0
-    assert from_store(engine, 2) == 0
+    assert from_remote(other, 1) == 0
+    assert from_remote(engine, 2) == 0
     assert (store_of(engine).failed_spills > 0) == (then == "is a file")
     if then == "is gone":
-        assert from_store(opens(), 2) == HIT
+        assert from_remote(opens(), 2) == HIT
 
 
 def test_a_slow_disk_costs_a_request_its_look_and_no_more(
     opens: Open, hangs: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer comes when the request is over."""
-    from_store(opens(), 0)
+    from_remote(opens(), 0)
     monkeypatch.setattr(seek, "LEAST_S", 0.02)
     monkeypatch.setattr(seek, "UNKNOWN_S", 0.02)
     hangs.begin("_exists")
@@ -245,7 +245,7 @@ def test_reads_that_hang_cost_their_requests_the_deadline_and_close_returns(open
     """As on a network file system whose server is gone; at last it comes back."""
     writer = opens()
     for k in range(6):
-        from_store(writer, k)
+        from_remote(writer, k)
     hangs.begin()
     engine = opens(more="?threads=80")  # looks and writes pass
     remote = engine.cache.core.coordinator.remote
@@ -268,7 +268,7 @@ def test_reads_that_hang_cost_their_requests_the_deadline_and_close_returns(open
 
 
 def test_objects_of_an_older_format_are_replaced(opens: Open, folder: Path) -> None:
-    from_store(opens(), 0)
+    from_remote(opens(), 0)
     shelf = FolderShelf(folder)
     names = [entry.name for entry in shelf.entries()]
     new = {name: (folder / name).read_bytes() for name in names}
@@ -276,36 +276,36 @@ def test_objects_of_an_older_format_are_replaced(opens: Open, folder: Path) -> N
         (folder / name).write_bytes(of_an_older_format(data))
     assert all("of an older format, 0" in reason for _, reason in wrong_objects(folder))
     engine = opens()
-    assert from_store(engine, 0) == 0
+    assert from_remote(engine, 0) == 0
     assert store_of(engine).damaged_objects == len(names)
     engine.cache.core.coordinator.pools.forget_all()
     engine.cache.core.host.forget_all()
-    from_store(engine, 0)  # some may have been deleted after they were stored anew
+    from_remote(engine, 0)  # some may have been deleted after they were stored anew
     assert {name: (folder / name).read_bytes() for name in names} == new
-    assert from_store(opens(), 0) == HIT
+    assert from_remote(opens(), 0) == HIT
 
 
 @pytest.mark.parametrize("years", [-30, 30])
 def test_the_wall_clock_jumps(opens: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, years: int) -> None:
     """Objects are read all the same. A keeper takes those from the future for new ones."""
-    from_store(opens(), 0)
+    from_remote(opens(), 0)
     jumped = SimpleNamespace(time=lambda: time.time() + years * 365 * 86400)
     for module in (directory, upkeep):
         monkeypatch.setattr(module, "time", jumped)
     engine = opens()
-    assert (from_store(engine, 0), from_store(engine, 1)) == (HIT, 0)
+    assert (from_remote(engine, 0), from_remote(engine, 1)) == (HIT, 0)
     kept = contents(FolderShelf(folder)).all.num_bytes
     assert collect(FolderShelf(folder), kept).removed == 0
     for module in (directory, upkeep):
         monkeypatch.setattr(module, "time", time)
     reader = opens()
-    assert (from_store(reader, 0), from_store(reader, 1)) == (HIT, HIT)
+    assert (from_remote(reader, 0), from_remote(reader, 1)) == (HIT, HIT)
     assert collect(FolderShelf(folder), 0).left == 0
 
 
 def test_the_engines_clock_jumps_while_it_fetches(opens: Open, hangs: Hangs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a machine has slept: what is under way is given up, and computed."""
-    from_store(opens(), 0)
+    from_remote(opens(), 0)
     hangs.begin()
     engine = opens()
     remote = engine.cache.core.coordinator.remote
@@ -320,4 +320,4 @@ def test_the_engines_clock_jumps_while_it_fetches(opens: Open, hangs: Hangs, mon
     assert store_of(engine).expired > 0
     hangs.back.set()
     assert [served(engine, k) for k in (1, 1)] == [0, 0]
-    assert from_store(opens(), 1) == HIT
+    assert from_remote(opens(), 1) == HIT

@@ -163,7 +163,7 @@ def test_the_places_that_later_formats_must_keep() -> None:
 def test_without_the_secret_nobody_makes_an_object_that_passes() -> None:
     pieces, trailer = sealed(SECRET)
     assert check(pieces, trailer) == ""  # who demands no digest reads it like any other
-    assert check(*sealed(None), SECRET) == "without a digest, which this store demands"
+    assert check(*sealed(None), SECRET) == "without a digest, which this remote demands"
     other = "not from a holder of the secret: its digest is another"
     assert check(*sealed(b"a guess"), SECRET) == other
     pieces[0][0] ^= 1  # a new text under the old digest, with all sums made anew

@@ -20,7 +20,7 @@ from kvtier.remote.envelope import checksum_of
 from kvtier.remote.folder import Folder
 from kvtier.remote.shelf import LOCK, FolderShelf, open_shelf
 from kvtier.remote.upkeep import collect, contents, forget, verify
-from kvtier.remote.uri import open_store
+from kvtier.remote.uri import open_backend
 from remote.driving import FAILED, MISS, NAMESPACE, OK, Driver, Opens, name
 from runner import cli
 
@@ -145,7 +145,7 @@ def test_folders_keep_the_group_of_a_folder_that_hands_it_on(opens: Opens, folde
 @pytest.mark.parametrize("mode", ["0600x", "777", "0060", "0060", "rw", "06666", ""])
 def test_a_mode_that_makes_no_sense_is_refused(folder: Path, mode: str) -> None:
     with pytest.raises(ConfigError, match=r"mode=.*such as 0660"):
-        open_store(f"file://{folder}?mode={mode}")
+        open_backend(f"file://{folder}?mode={mode}")
     assert not folder.exists()
 
 
@@ -193,7 +193,7 @@ def test_a_folder_that_may_not_be_entered_is_refused_at_the_start(
 
     monkeypatch.setattr(Path, "is_symlink", denied)
     with pytest.raises(ConfigError, match=r"cannot be used: .*Permission denied"):
-        open_store(f"file://{folder}")
+        open_backend(f"file://{folder}")
 
 
 # --- engines and links ------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_link_in_the_place_of_all_objects_is_refused_at_the_start(folder: Path
     folder.mkdir()
     (folder / "kvt1").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="kvt1 is a link"):
-        open_store(f"file://{folder}")
+        open_backend(f"file://{folder}")
 
 
 def test_a_hit_makes_nothing_young_that_is_not_an_object(opens: Opens, folder: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_hit_makes_nothing_young_that_is_not_an_object(opens: Opens, folder: P
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], folder: Path) -> Callable[..., tuple[int, str]]:
     def run(action: str, *arguments: str) -> tuple[int, str]:
-        status = cli.main(["store", action, f"file://{folder}", *arguments])
+        status = cli.main(["remote", action, f"file://{folder}", *arguments])
         said = capsys.readouterr()
         return status, said.out + said.err
 

@@ -41,7 +41,7 @@ from kvtier.remote.mooncake_memory import (
     pieces_of,
     place,
 )
-from kvtier.remote.mooncake_store import MooncakeStore
+from kvtier.remote.mooncake_store import MooncakeBackend
 from remote import alone
 from remote.fake_mooncake import FakeClient, library
 
@@ -76,7 +76,7 @@ def test_options_are_read_from_text() -> None:
 )
 def test_bad_options_are_refused_before_anything_is_imported(options: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        MooncakeStore("127.0.0.1", 1, options)
+        MooncakeBackend("127.0.0.1", 1, options)
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ def test_memory_that_cannot_be_registered_is_said(make_pieces: Made) -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[tuple[MooncakeStore, FakeClient]]:
-    """A store over a fake client."""
+def fake(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[tuple[MooncakeBackend, FakeClient]]:
+    """A remote over a fake client."""
     client = FakeClient()
     monkeypatch.setattr(mooncake_store, "import_library", lambda: library(client))
     with socket.create_server(("127.0.0.1", 0)) as master:
-        store = MooncakeStore("127.0.0.1", master.getsockname()[1], {})
+        store = MooncakeBackend("127.0.0.1", master.getsockname()[1], {})
     store.register(memoryview(bytearray(1 << 20)))
     yield store, client
     client.moves.set()
@@ -325,10 +325,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, environment: None) -> Iterator[tuple[M
     assert client.is_closed
 
 
-Fake = tuple[MooncakeStore, FakeClient]
+Fake = tuple[MooncakeBackend, FakeClient]
 
 
-def answers(store: MooncakeStore, count: int = 1) -> dict[int, Answer]:
+def answers(store: MooncakeBackend, count: int = 1) -> dict[int, Answer]:
     """So many of them, by ticket."""
     found: dict[int, Answer] = {}
     while len(found) < count:

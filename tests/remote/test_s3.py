@@ -72,7 +72,7 @@ def test_a_bucket_that_may_answer_later_is_told_and_used(
 ) -> None:
     s3.status = status
     driver = opens(s3_uri(s3.port))
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.store"]
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.remote"]
     assert told.startswith("s3://bucket/some/prefix does not answer: ") and str(status) in told
     s3.status = 0
     assert driver.put_sealed([1]).outcomes == (OK,)

@@ -1,4 +1,4 @@
-"""``ThreadedStore``: whatever a library does, each call ends once, with an outcome."""
+"""``ThreadedBackend``: whatever a library does, each call ends once, with an outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from patience import PATIENCE_S
 
 from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.threaded import ThreadedStore
+from kvtier.remote.threaded import ThreadedBackend
 from kvtier.remote.threads import CLOSED, LONGEST, Failure
 from remote.driving import FAILED, MISS, OK, REFUSED, Driver
 
@@ -19,7 +19,7 @@ class Panic(BaseException):
     """As a library in Rust raises it: no Exception."""
 
 
-class Scripted(ThreadedStore):
+class Scripted(ThreadedBackend):
     """``acts[name]`` is called for an object; others are there."""
 
     kind = "scripted"

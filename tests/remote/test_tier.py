@@ -13,24 +13,24 @@ from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.tier import ANSWER_S
 from kvtier.testing import canary_spec
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}
 FULL = {"full": (FullAttention(), 4)}
 ID = {"model_id": "m", "key_secret": b"s"}
-NOTHING = {"device": 0, "host": 0, "store": 0}
+NOTHING = {"device": 0, "host": 0, "remote": 0}
 
 
 @pytest.fixture
 def shared_serving(make_serving, monkeypatch):
-    """Makes servings whose caches share one store, with objects of ``least`` bytes at least."""
+    """Makes servings whose caches share one remote, with objects of ``least`` bytes at least."""
     shared = Shared()
 
     def make(groups=GROUPS, blocks=40, host=60, hold=(), store=None, least=300, store_mode="eager", **options):
         monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", least)
-        store = FakeStore() if store is None else store
+        store = FakeBackend() if store is None else store
         store.shared = shared
-        made = make_serving(groups, blocks, host, hold=hold, store=store_mode, store_uri=store, **(ID | options))
+        made = make_serving(groups, blocks, host, hold=hold, store=store_mode, remote_uri=store, **(ID | options))
         made.store, made.remote = store, made.cache.core.coordinator.remote
         return made
 
@@ -39,7 +39,7 @@ def shared_serving(make_serving, monkeypatch):
 
 
 def store_of(serving):
-    return serving.cache.stats().store
+    return serving.cache.stats().remote
 
 
 @pytest.mark.parametrize("least", [1, 300, 10**6])
@@ -49,7 +49,7 @@ def test_what_one_computes_another_has(shared_serving, groups, least):
     one.serve("a", prompt(0, 50), 3)
     done = other.serve("a", prompt(0, 50), 3)
     assert sum(done.cached_tokens.values()) == 48
-    assert done.cached_tokens["store"] == (48 if "full" in groups else 8), "a window needs nothing of what lies before"
+    assert done.cached_tokens["remote"] == (48 if "full" in groups else 8), "a window needs nothing of what lies before"
     assert store_of(other).fetched_bytes > 0
     assert store_of(other).failed_fetches == 0
     assert other.cache.stats().prefix_tokens == {"queried": 50, **done.cached_tokens}
@@ -60,7 +60,7 @@ def test_the_next_turn_of_a_conversation_hits_what_another_engine_has_left(share
     one, other = shared_serving(), shared_serving()
     first = one.serve("a", prompt(0, 30), 9)
     turn = [*prompt(0, 30), *first.token_ids, *prompt(5, 7)]
-    assert other.serve("b", turn, 2).cached_tokens == NOTHING | {"store": 36}
+    assert other.serve("b", turn, 2).cached_tokens == NOTHING | {"remote": 36}
 
 
 def test_prompts_that_part_share_up_to_where_a_hit_ends(shared_serving):
@@ -68,7 +68,7 @@ def test_prompts_that_part_share_up_to_where_a_hit_ends(shared_serving):
     one.serve("a", prompt(0, 50), 1)
     done = other.serve("b", [*prompt(0, 50)[:30], *prompt(7, 20)], 1)
     plan = other.remote.plan
-    assert done.cached_tokens == NOTHING | {"store": 30 // plan.tile_tokens * plan.tile_tokens}
+    assert done.cached_tokens == NOTHING | {"remote": 30 // plan.tile_tokens * plan.tile_tokens}
 
 
 def test_a_hit_takes_full_blocks_from_the_device_and_windows_from_the_store(shared_serving):
@@ -108,7 +108,7 @@ def test_what_is_stored_is_not_stored_again(shared_serving):
 def test_a_fetch_that_goes_wrong_is_a_miss(shared_serving, fault, caplog):
     one = shared_serving()
     one.serve("a", prompt(0, 50), 3)
-    other = shared_serving(store=FakeStore(seed=3, **{fault: 1.0}) if fault != "fail" else FakeStore())
+    other = shared_serving(store=FakeBackend(seed=3, **{fault: 1.0}) if fault != "fail" else FakeBackend())
     if fault == "fail":
         other.store.hold = True
         other.add("a", prompt(0, 50), 3)
@@ -128,7 +128,7 @@ def test_a_fetch_that_goes_wrong_is_a_miss(shared_serving, fault, caplog):
         assert stats.damaged_objects > 0
         assert stats.reasons == {"damaged": stats.damaged_objects}
         assert sum(stats.damages.values()) == stats.damaged_objects
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.store"]
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.remote"]
         assert line.startswith("the fetch of ") and "went wrong: damaged: " in line
         assert {kind for kind, n in stats.damages.items() if n} <= {
             "damage": {"checksum", "trailer", "torn", "name", "namespace", "format"},
@@ -144,15 +144,15 @@ def test_a_damaged_object_is_deleted_and_stored_anew(shared_serving):
     data = shared_serving.shared.objects[name]
     shared_serving.shared.objects[name] = bytes([data[0] ^ 1]) + data[1:]
     other = shared_serving()
-    assert other.serve("a", prompt(0, 50), 3).cached_tokens["store"] < 48
+    assert other.serve("a", prompt(0, 50), 3).cached_tokens["remote"] < 48
     assert shared_serving.shared.objects[name] == data, "it was computed, and spilled again"
     deleted = [names for what, names in other.store.made if what == "delete"]
-    assert deleted == [(name,)], "some stores keep what they have"
+    assert deleted == [(name,)], "some remotes keep what they have"
 
 
 @pytest.mark.parametrize("least", [1, 300])
 def test_torn_objects_of_a_writer_that_died_are_misses(shared_serving, least):
-    one = shared_serving(store=FakeStore(tear=0.5, seed=1), least=least)
+    one = shared_serving(store=FakeBackend(tear=0.5, seed=1), least=least)
     one.serve("a", prompt(0, 50), 3)
     other = shared_serving(least=least)
     other.serve("a", prompt(0, 50), 3)
@@ -201,7 +201,7 @@ def test_a_late_answer_still_counts_for_a_request_that_waits_for_something_else(
     other.engine.clock_s += UNKNOWN_S
     other.step()
     other.store.hold = False
-    assert other.run()["a"].cached_tokens == NOTHING | {"store": 48}
+    assert other.run()["a"].cached_tokens == NOTHING | {"remote": 48}
     assert store_of(other).late_looks == 1
 
 
@@ -240,7 +240,7 @@ def test_an_overdue_fetch_is_given_up_and_its_blocks_come_back_when_it_has_ended
 
 
 def test_a_store_that_fails_is_left_alone_but_for_a_try_a_second(shared_serving):
-    other = shared_serving(store=FakeStore(fail=1.0))
+    other = shared_serving(store=FakeBackend(fail=1.0))
     for k in range(6):
         other.serve(f"r{k}", prompt(k, 20), 1)
     calls = len(other.store.made)
@@ -255,7 +255,7 @@ def test_a_store_that_fails_is_left_alone_but_for_a_try_a_second(shared_serving)
 
 
 def fetch_that_hangs(serving, request_id, ids, well=("look", "put")):
-    """The store knows what it has, and does not bring it; the request computes when its time is over."""
+    """The remote knows what it has, and does not bring it; the request computes when its time is over."""
 
     def is_over() -> bool:
         serving.store.end(*well)
@@ -321,7 +321,7 @@ def test_answers_do_not_hide_that_nothing_moves(full_shelf):
     full_shelf.step()
     full_shelf.run()
     full_shelf.engine.clock_s += 1.1
-    assert full_shelf.serve("try", prompt(5, 50), 1).cached_tokens["store"] == 48
+    assert full_shelf.serve("try", prompt(5, 50), 1).cached_tokens["remote"] == 48
     assert not store_of(full_shelf).breaker_open
 
 
@@ -339,11 +339,11 @@ def test_moves_that_hang_are_few_even_if_others_end_well(full_shelf):
     full_shelf.store.hold = False
     full_shelf.step()
     full_shelf.run()
-    assert full_shelf.serve("again", prompt(5, 50), 1).cached_tokens["store"] == 48
+    assert full_shelf.serve("again", prompt(5, 50), 1).cached_tokens["remote"] == 48
 
 
 def test_a_full_store_refuses_and_nothing_else_happens(shared_serving):
-    one = shared_serving(store=FakeStore(refuse=1.0))
+    one = shared_serving(store=FakeBackend(refuse=1.0))
     for k in range(5):
         one.serve(f"r{k}", prompt(k, 30), 2)
     stats = store_of(one)
@@ -354,7 +354,7 @@ def test_a_full_store_refuses_and_nothing_else_happens(shared_serving):
 @pytest.mark.parametrize("fault", ["refuse", "fail"])
 def test_what_was_not_stored_is_stored_later(shared_serving, fault):
     """A disk was full, say, and is not any more."""
-    one = shared_serving(store=FakeStore(**{fault: 1.0}))
+    one = shared_serving(store=FakeBackend(**{fault: 1.0}))
     one.serve("a", prompt(0, 50), 1)
     assert not shared_serving.shared.objects
     one.store.faults = {}
@@ -362,7 +362,7 @@ def test_what_was_not_stored_is_stored_later(shared_serving, fault):
     one.serve("b", prompt(0, 50), 1)
     one.engine.clock_s += 1.1
     one.serve("c", prompt(0, 50), 1)
-    assert shared_serving().serve("a", prompt(0, 50), 1).cached_tokens["store"] > 0
+    assert shared_serving().serve("a", prompt(0, 50), 1).cached_tokens["remote"] > 0
 
 
 def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
@@ -370,15 +370,15 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
     one.serve("a", prompt(0, 50), 1)
     one.serve("b", prompt(1, 50), 1)
     other.cache.core.coordinator.seeker.compute_s = lambda start, end: (end - start) * 1e-9
-    assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 48, "nothing is known of the store yet"
-    assert other.serve("b", prompt(1, 50), 1).cached_tokens["store"] == 0
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["remote"] == 48, "nothing is known of the remote yet"
+    assert other.serve("b", prompt(1, 50), 1).cached_tokens["remote"] == 0
     assert store_of(other).not_worth == 1
 
 
 def test_without_room_in_the_host_it_computes(shared_serving):
     one, other = shared_serving(), shared_serving(host=4)
     one.serve("a", prompt(0, 50), 1)
-    assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 0
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["remote"] == 0
     assert store_of(other).no_room == 1
 
 
@@ -394,7 +394,7 @@ def test_salts_and_adapters_are_kept_apart_in_the_store_too(shared_serving, opti
     one, other = shared_serving(), shared_serving()
     one.serve("a", prompt(0, 50), 1, **options)
     assert other.serve("a", prompt(0, 50), 1).cached_tokens == NOTHING
-    assert other.serve("b", prompt(0, 50), 1, **options).cached_tokens["store"] == 48
+    assert other.serve("b", prompt(0, 50), 1, **options).cached_tokens["remote"] == 48
 
 
 def test_two_engines_that_spill_the_same_blocks_at_once(shared_serving):
@@ -410,7 +410,7 @@ def test_two_engines_that_spill_the_same_blocks_at_once(shared_serving):
             serving.store.end()
             serving.step()
     third = shared_serving()
-    assert third.serve("a", prompt(0, 50), 3).cached_tokens["store"] == 48
+    assert third.serve("a", prompt(0, 50), 3).cached_tokens["remote"] == 48
     for serving in (one, other):
         serving.store.hold = False
         serving.run()
@@ -561,7 +561,7 @@ def test_what_was_fetched_passes_the_checks_of_later_loads(shared_serving, on_lo
     shared_serving().serve("a", prompt(0, 50), 1)
     other = shared_serving(verify="full", on_load_error=on_load_error)
     done = other.serve("a", prompt(0, 50), 1)
-    assert (done.cached_tokens["store"], done.finish_reason) == (48, "length")
+    assert (done.cached_tokens["remote"], done.finish_reason) == (48, "length")
     assert other.cache.stats().transfers.corrupt_blocks == 0
 
 
@@ -586,7 +586,7 @@ def test_a_fetch_does_not_push_out_the_rest_of_its_hit(shared_serving):
     other.serve("part", prompt(0, 49), 1)
     inside.pools(other.cache).forget_all()
     done = other.serve("a", prompt(0, 97), 1)
-    assert done.cached_tokens == {"device": 0, "host": 48, "store": 48}
+    assert done.cached_tokens == {"device": 0, "host": 48, "remote": 48}
 
 
 def test_what_the_store_has_lost_is_stored_again(shared_serving):
@@ -605,14 +605,14 @@ def test_full_groups_of_unequal_blocks_agree_on_how_far_the_store_goes(shared_se
     one, other = shared_serving(groups, least=1), shared_serving(groups, least=1)
     one.serve("a", prompt(0, 47), 1)
     done = other.serve("b", [*prompt(0, 47)[:45], 9, 9, 9, 9], 1)
-    assert done.cached_tokens["store"] % 8 == 0
+    assert done.cached_tokens["remote"] % 8 == 0
 
 
 def test_long_prompts_are_asked_for_by_halves(shared_serving):
     one, other = (shared_serving(FULL, blocks=400, host=400, least=1) for _ in range(2))
     one.serve("a", prompt(0, 1001), 1)
     done = other.serve("b", [*prompt(0, 1001)[:777], *prompt(3, 200)], 1)
-    assert done.cached_tokens["store"] == 776
+    assert done.cached_tokens["remote"] == 776
     looks = [names for what, names in other.store.made if what == "look"]
     assert max(map(len, looks)) <= 64 + 1
     assert len(looks) <= 3
@@ -623,7 +623,7 @@ def test_what_replaces_a_damaged_object_comes_after_its_delete(shared_serving):
     one.serve("a", prompt(0, 50), 1)
     name = next(iter(shared_serving.shared.objects))
     shared_serving.shared.objects[name] = b"damaged"
-    other = shared_serving(FULL, store=FakeStore(hold=True))
+    other = shared_serving(FULL, store=FakeBackend(hold=True))
     other.add("a", prompt(0, 50), 1)
     other.steps_until(lambda: other.store.calls)
     for kind in ("look", "get"):
@@ -663,10 +663,10 @@ def test_a_slow_fetch_does_not_keep_others_away_for_ever(shared_serving):
     for k in range(3):
         one.serve(f"r{k}", prompt(k, 50), 1)
     other.cache.estimate_compute(lambda start, end: (end - start) * 1e-9)
-    assert other.serve("r0", prompt(0, 50), 1).cached_tokens["store"] == 48
-    assert other.serve("r1", prompt(1, 50), 1).cached_tokens["store"] == 0
+    assert other.serve("r0", prompt(0, 50), 1).cached_tokens["remote"] == 48
+    assert other.serve("r1", prompt(1, 50), 1).cached_tokens["remote"] == 0
     other.engine.clock_s += 61
-    assert other.serve("r2", prompt(2, 50), 1).cached_tokens["store"] == 48, "the store may be quick again"
+    assert other.serve("r2", prompt(2, 50), 1).cached_tokens["remote"] == 48, "the remote may be quick again"
 
 
 def test_a_compute_time_that_fails_keeps_nothing_in_the_store(shared_serving):
@@ -676,7 +676,7 @@ def test_a_compute_time_that_fails_keeps_nothing_in_the_store(shared_serving):
         one.serve(f"r{k}", prompt(k, 50), 1)
     other.cache.estimate_compute(lambda start, end: (end - start) / 0)
     for k in range(2):
-        assert other.serve(f"r{k}", prompt(k, 50), 1).cached_tokens["store"] == 48
+        assert other.serve(f"r{k}", prompt(k, 50), 1).cached_tokens["remote"] == 48
 
 
 def test_a_manager_uses_the_store_too(shared_serving):
@@ -694,7 +694,7 @@ def test_a_manager_uses_the_store_too(shared_serving):
         manager.poll()
     step = manager.plan([(sequence, 2)])
     [done] = manager.commit(step, [5])
-    assert done.cached_tokens["store"] == 48
+    assert done.cached_tokens["remote"] == 48
     for _ in range(50):
         if not manager.has_work():
             break
@@ -724,11 +724,11 @@ def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanati
     from kvtier import explain
 
     story = explain(other.cache.journal.since(), "a")
-    assert (story.hits[0].store_tokens, story.hits[0].sources) == (48, [(0, 48, "store"), (48, 50, "computed")])
-    assert "48 in the store" in str(story)
+    assert (story.hits[0].remote_tokens, story.hits[0].sources) == (48, [(0, 48, "remote"), (48, 50, "computed")])
+    assert "48 in the remote" in str(story)
     asked, fetched = [wait.why for wait in story.waits if wait.reason == "transfer"]
-    assert asked == "the store behind the host tier is asked for its prefix"
-    assert fetched.endswith("blocks of its prefix are being fetched from the store")
+    assert asked == "the remote tier is asked for its prefix"
+    assert fetched.endswith("blocks of its prefix are being fetched from the remote")
     assert other.cache.stats().waits["transfer"] == 2
 
 
@@ -739,13 +739,13 @@ def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanati
         ({"key_secret": None}, "needs model_id and key_secret"),
         ({"host_blocks": None}, "needs a host tier"),
         ({"device": "meta", "copy_engine": "null"}, "needs a host tier with memory"),
-        ({"store_uri": "/var/kv"}, "must be such as file:///var/kv"),
+        ({"remote_uri": "/var/kv"}, "must be such as file:///var/kv"),
         ({"store": "lazy"}, "use 'eager'"),
     ],
 )
 def test_a_store_without_names_or_room_is_refused(change, message):
     spec = canary_spec(FULL)
-    given = {"device_blocks": {"full": 8}, "host_blocks": {"full": 8}, "store_uri": FakeStore(), **ID}
+    given = {"device_blocks": {"full": 8}, "host_blocks": {"full": 8}, "remote_uri": FakeBackend(), **ID}
     with pytest.raises(ConfigError, match=message):
         KVCache(spec, **(given | change))
 
@@ -796,7 +796,7 @@ def test_only_the_last_end_of_a_conversation_is_spilled_at_evictions(shared_serv
         shared_serving.shared.objects.clear()
         serving = prepare(shared_serving(host=200, least=1))
         conversation(serving, 4)
-        serving.cache.flush_store()
+        serving.cache.flush_remote()
         serving.run()
         stored = [key for key in shared_serving.shared.objects if "/b1/" in key]
         ends[name] = len(stored)
@@ -812,9 +812,9 @@ def test_what_others_want_is_spilled_although_its_request_went_on(shared_serving
     for k in range(3):
         done = one.serve(f"r{k}", [*begin, *prompt(10 + k, 9)], 6)
     one.serve("goes on", [*begin, *prompt(12, 9), *done.token_ids, *prompt(20, 9)], 6)
-    one.cache.flush_store()
+    one.cache.flush_remote()
     one.run()
-    assert other.serve("new", [*begin, *prompt(50, 9)], 1).cached_tokens == NOTHING | {"store": 24}
+    assert other.serve("new", [*begin, *prompt(50, 9)], 1).cached_tokens == NOTHING | {"remote": 24}
 
 
 @pytest.mark.parametrize("prepare", [lambda serving: serving, at_eviction], ids=["landing", "eviction"])
@@ -824,9 +824,9 @@ def test_the_same_prompt_again_is_a_hit_although_its_request_went_on(shared_serv
     one.add("a", prompt(0, 33), 30)
     one.steps_until(lambda: "a" in one.finished)
     one.engine.release()
-    one.cache.flush_store()
+    one.cache.flush_remote()
     one.run()
-    assert other.serve("a", prompt(0, 33), 1).cached_tokens == NOTHING | {"store": 32}
+    assert other.serve("a", prompt(0, 33), 1).cached_tokens == NOTHING | {"remote": 32}
 
 
 def test_a_conversation_that_goes_on_before_its_copies_have_landed(shared_serving):
@@ -840,13 +840,13 @@ def test_a_conversation_that_goes_on_before_its_copies_have_landed(shared_servin
     one.engine.release()
     one.run()
     assert store_of(one).dropped_texts == store_of(one).dropped_objects == 0
-    assert other.serve("c", text, 1).cached_tokens == NOTHING | {"store": 56}
+    assert other.serve("c", text, 1).cached_tokens == NOTHING | {"remote": 56}
 
 
 def test_a_cache_that_stores_nothing_only_reads_a_store(shared_serving):
     one, other = shared_serving(), shared_serving(store_mode="off")
     one.serve("a", prompt(0, 50), 1)
-    assert other.serve("a", prompt(0, 50), 1).cached_tokens["store"] == 48
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["remote"] == 48
     other.serve("b", prompt(1, 50), 1)
     assert store_of(other).spilled_objects == store_of(other).dropped_objects == 0
 
@@ -855,7 +855,7 @@ def test_a_text_that_becomes_the_coldest_by_others_use_is_spilled_before_it_is_e
     one, other = at_eviction(shared_serving(FULL, blocks=200, host=72)), shared_serving(FULL, blocks=200, host=72)
     for k in range(1, 6):
         one.serve(f"colder{k}", prompt(k, 41), 1)
-    one.cache.flush_store()
+    one.cache.flush_remote()
     one.serve("mine", prompt(0, 41), 1)
     for k in range(1, 6):
         one.serve(f"again{k}", prompt(k, 41), 1)
@@ -863,12 +863,12 @@ def test_a_text_that_becomes_the_coldest_by_others_use_is_spilled_before_it_is_e
         one.serve(f"new{k}", prompt(k, 41), 1)
     assert one.cache.stats().host["full"].evicted > 10
     assert store_of(one).dropped_objects == 0
-    assert other.serve("mine", prompt(0, 41), 1).cached_tokens["store"] == 40
+    assert other.serve("mine", prompt(0, 41), 1).cached_tokens["remote"] == 40
 
 
 def test_objects_that_failed_puts_have_written_are_deleted_with_a_failed_request(shared_serving):
     """A bucket's answer is late, and the bytes are there."""
-    one = shared_serving(store=FakeStore(), least=10**6)
+    one = shared_serving(store=FakeBackend(), least=10**6)
     answer = one.store._answer
     one.store._answer = lambda ticket, ends: answer(ticket, [(Outcome.FAILED, "late")] * len(ends))
     one.add("bad", prompt(0, 22), 40)
@@ -880,7 +880,7 @@ def test_objects_that_failed_puts_have_written_are_deleted_with_a_failed_request
 
 def test_a_second_question_has_a_time_of_its_own(shared_serving):
     """On an engine whose steps take 0.1 s. A conversation's next turn needs two."""
-    one, other = shared_serving(), shared_serving(store=FakeStore(hold=True))
+    one, other = shared_serving(), shared_serving(store=FakeBackend(hold=True))
     other.cache.estimate_compute(lambda start, end: 1e-6)
     first = one.serve("a", prompt(0, 30), 9)
     other.add("b", [*prompt(0, 30), *first.token_ids, *prompt(5, 7)], 2)
@@ -889,7 +889,7 @@ def test_a_second_question_has_a_time_of_its_own(shared_serving):
         other.store.end()  # at once
         other.engine.clock_s += 0.1
     other.store.hold = False
-    assert other.run()["b"].cached_tokens == NOTHING | {"store": 36}
+    assert other.run()["b"].cached_tokens == NOTHING | {"remote": 36}
     assert store_of(other).late_looks == 0
 
 
@@ -919,7 +919,7 @@ def test_what_the_host_lacked_is_stored_by_a_later_request(shared_serving):
     one.run()
     assert store_of(one).dropped_objects > 0
     one.serve("again", prompt(0, 50), 1)
-    assert other.serve("b", prompt(0, 50), 1).cached_tokens["store"] == 48
+    assert other.serve("b", prompt(0, 50), 1).cached_tokens["remote"] == 48
 
 
 def test_a_store_that_refuses_deletes_does_not_keep_the_engine_at_work(shared_serving):
@@ -954,11 +954,11 @@ def test_what_is_used_for_hours_is_stored_again(shared_serving):
     assert not shared_serving.shared.objects
     one.engine.clock_s += 3601
     one.serve("c", prompt(0, 50), 1)
-    assert other.serve("d", prompt(0, 50), 1).cached_tokens["store"] == 48
+    assert other.serve("d", prompt(0, 50), 1).cached_tokens["remote"] == 48
 
 
 def test_questions_without_answers_do_not_stop_spills(shared_serving):
-    one = shared_serving(store=FakeStore(hold=True))
+    one = shared_serving(store=FakeBackend(hold=True))
     for k in range(4):
         one.add(f"r{k}", prompt(k, 30), 1)
         one.step()

@@ -1,4 +1,4 @@
-"""Listing, clearing up and checking a store, as calls and as ``kvtier store``."""
+"""Listing, clearing up and checking a remote, as calls and as ``kvtier remote``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def command(capsys: pytest.CaptureFixture[str], folder: Path) -> Command:
     def run(*arguments: str, uri: str = "") -> tuple[int, Any]:
         action, *rest = arguments
         try:
-            status = cli.main(["store", action, uri or f"file://{folder}", *rest])
+            status = cli.main(["remote", action, uri or f"file://{folder}", *rest])
         except SystemExit as stop:
             status = int(str(stop.code))
         said = capsys.readouterr()
@@ -164,7 +164,7 @@ def test_one_keeper_at_a_time(shelf: FolderShelf, folder: Path, command: Command
     with (folder / LOCK).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for work in (lambda: collect(shelf, 0), lambda: forget(shelf, SPACE)):
-            with pytest.raises(ConfigError, match="another `kvtier store` is at work"):
+            with pytest.raises(ConfigError, match="another `kvtier remote` is at work"):
                 work()
         assert command("gc", "--max-bytes", "0")[0] == 2
         assert contents(shelf).all.objects == 10
@@ -359,7 +359,8 @@ def test_a_quota_may_be_one_namespaces(shelf: FolderShelf, driver: Driver, comma
 def test_a_keeper_goes_on_until_it_is_told_to_end(shelf: FolderShelf, folder: Path, driver: Driver) -> None:
     code = "import sys; from runner.cli import main; sys.exit(main())"
     options = ["gc", f"file://{folder}", "--max-bytes", "20k", "--every", "1", "--json"]
-    with subprocess.Popen([sys.executable, "-c", code, "store", *options], stdout=subprocess.PIPE, text=True) as keeper:
+    command = [sys.executable, "-c", code, "remote", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         assert json.loads(keeper.stdout.readline())["left"] == 4
         driver.put_sealed([11, 12])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import ConfigError
-from kvtier.remote.uri import SpillWhen, check_packages, open_store, parse_uri
+from kvtier.remote.uri import SpillWhen, check_packages, open_backend, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_options() -> None:
         ("", "use file:///directory, memory://"),
         ("/var/kv", "use file:///directory, memory://"),
         ("redis://host:1", "mooncake://host:port"),
-        ("s3://bucket:99999", "is no store"),
-        (7, "is no store"),
-        (b"file:///a", "is no store"),
+        ("s3://bucket:99999", "is no remote"),
+        (7, "is no remote"),
+        (b"file:///a", "is no remote"),
         ("file://var/kv", "three slashes"),
         ("file:var", "three slashes"),
         ("memory://a/b", "no path"),
@@ -92,21 +92,21 @@ def test_endpoints(address: str) -> None:
 def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
-        open_store(f"file://{tmp_path}/file")
+        open_backend(f"file://{tmp_path}/file")
 
 
 @pytest.mark.parametrize("uri", ["memory://", "s3://bucket"])
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvtier\[store\]'"):
-        open_store(uri)
+        open_backend(uri)
 
 
 def test_a_directory_needs_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     uri = parse_uri(f"file://{tmp_path}/store?mode=0640")
     check_packages(uri)
-    store = open_store(uri)
+    store = open_backend(uri)
     assert store.close(60.0) and (tmp_path / "store").is_dir()
 
 
@@ -116,12 +116,12 @@ def test_a_directory_needs_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_bucket_that_obstore_cannot_open_is_refused(monkeypatch: pytest.MonkeyPatch, uri: str, says: str) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ConfigError, match=f"cannot be opened: .*{says}"):
-        open_store(uri)
+        open_backend(uri)
 
 
 def test_mooncake_is_opened_by_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
-    module = SimpleNamespace(MooncakeStore=lambda *arguments: given.append(arguments) or "store")
+    module = SimpleNamespace(MooncakeBackend=lambda *arguments: given.append(arguments) or "store")
     monkeypatch.setitem(sys.modules, "kvtier.remote.mooncake_store", module)
-    assert open_store("mooncake://host:50051?threads=3&protocol=tcp&digest=blake2b") == "store"
+    assert open_backend("mooncake://host:50051?threads=3&protocol=tcp&digest=blake2b") == "store"
     assert given == [("host", 50051, {"threads": "3", "protocol": "tcp"})]

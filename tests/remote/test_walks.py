@@ -1,4 +1,4 @@
-"""Random requests on caches that share a store which fails, lies and comes late: every text right, nothing held."""
+"""Random requests on caches that share a remote which fails, lies and comes late: every text right, nothing held."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from breadth import sized
 from core.driving import LOAD, STORE, Serving, check_text, prompt
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 SHAPES = [
     {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)},
@@ -23,7 +23,7 @@ FAULTS = [{}, {"fail": 0.2, "miss": 0.1}, {"damage": 0.3, "tear": 0.2, "swap": 0
 
 
 class Walk:
-    """Two servings, one after the other or side by side, over one store."""
+    """Two servings, one after the other or side by side, over one remote."""
 
     def __init__(self, make_serving, seed: int) -> None:
         self.random = random.Random(seed)
@@ -31,14 +31,14 @@ class Walk:
         groups, self.shared = pick(SHAPES), Shared()
         self.servings: list[Serving] = []
         for k in range(2):
-            store = FakeStore(self.shared, hold=self.random.random() < 0.7, seed=seed + k, **pick(FAULTS))
+            store = FakeBackend(self.shared, hold=self.random.random() < 0.7, seed=seed + k, **pick(FAULTS))
             serving = make_serving(
                 groups,
                 pick([24, 40]),
                 pick([20, 60]),
                 hold=pick([(), (LOAD,), (STORE,)]),
                 store=pick(["eager", "eager", "eager", "off"]),
-                store_uri=store,
+                remote_uri=store,
                 model_id="m",
                 key_secret=b"s",
                 deadline_s=5.0,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from families import zoo
 from families.conftest import family, quiet
-from patience import PATIENCE_S, be_patient_with_stores
+from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier import KVCache, Scheduler
 from kvtier.attention.flashinfer import FlashInfer
@@ -28,7 +28,7 @@ SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"hea
 @pytest.fixture(autouse=True)
 def stores_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test here is about stores that are slow."""
-    be_patient_with_stores(monkeypatch)
+    be_patient_with_backends(monkeypatch)
     monkeypatch.setattr("runner.service.STORE_S", PATIENCE_S)
 
 

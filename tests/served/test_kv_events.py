@@ -74,7 +74,7 @@ def test_the_longest_prefix_that_a_listener_knows_is_the_hit_of_the_next_turn() 
 def test_two_engines_that_share_a_store_tell_of_it_each_for_itself(tmp_path: Path) -> None:
     """A turn at the wrong engine costs a fetch; and the engine that has a text in the store alone says so."""
     greedy = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-    store = {"store_uri": f"file://{tmp_path / 'kv'}", "key_secret": b"tests", "kv_events_config": ON}
+    store = {"remote_uri": f"file://{tmp_path / 'kv'}", "key_secret": b"tests", "kv_events_config": ON}
     text = make_prompt(700, seed=3).token_ids
     with (
         LLM(weights_path(), "cpu", SMALL, SMALL, **store) as home,
@@ -89,8 +89,8 @@ def test_two_engines_that_share_a_store_tell_of_it_each_for_itself(tmp_path: Pat
         (away,) = other.generate([turn], greedy, use_tqdm=False)
         (there,) = home.generate([turn], greedy, use_tqdm=False)
         assert away.outputs[0].token_ids == there.outputs[0].token_ids
-        assert away.cached_tokens == {"device": 0, "host": 0, "store": (len(text) + 7) // BT * BT}
-        stats = other.stats()["cache"]["store"]
+        assert away.cached_tokens == {"device": 0, "host": 0, "remote": (len(text) + 7) // BT * BT}
+        stats = other.stats()["cache"]["remote"]
         assert (stats["fetched_bytes"] > 0, stats["failed_fetches"], stats["missed_objects"]) == (True, 0, 0)
         home.settle()
         for seed in range(10, 16):  # others, until neither tier has it
@@ -103,7 +103,7 @@ def test_two_engines_that_share_a_store_tell_of_it_each_for_itself(tmp_path: Pat
         listener.hear_of(tuple(turn[: len(turn) // BT * BT]))
         assert listener.media[tuple(turn[:BT])] == "STORAGE"
         (again,) = home.generate([[*turn, 1]], greedy, use_tqdm=False)
-        assert again.cached_tokens == {"device": 0, "host": 0, "store": listener.longest(turn)}
+        assert again.cached_tokens == {"device": 0, "host": 0, "remote": listener.longest(turn)}
 
 
 @pytest.mark.parametrize(

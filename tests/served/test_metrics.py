@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.remote.counts import RemoteCounts
-from runner.cache_metrics import add_store
+from runner.cache_metrics import add_remote
 from runner.metric_families import Families
 from runner.metrics import Metrics
 
@@ -166,7 +166,7 @@ def test_documents_and_dashboards_name_what_there_is(served: tuple[Any, Metrics]
     _, metrics = served
     types = {f.name: f.type for f in text_string_to_metric_families(metrics.render().decode()) if ":" in f.name}
     counts, store = RemoteCounts(reasons={"TimeoutError": 1}), Families("needle")
-    add_store(store, counts.stats("file", True, False, 0))
+    add_remote(store, counts.stats("file", True, False, 0))
     types |= {family.name: family.type for family in store.made}
     exposed = {name + ("_total" if kind == "counter" else ""): kind for name, kind in types.items()}
     rows = re.findall(r"^\| `([a-z]+:\w+)[^`]*` \| (\w+) \|", (DOCS / "METRICS.md").read_text(encoding="utf-8"), re.M)

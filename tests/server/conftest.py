@@ -8,7 +8,7 @@ from itertools import count
 import httpx
 import openai
 import pytest
-from patience import PATIENCE_S, be_patient_with_stores, wait_until
+from patience import PATIENCE_S, be_patient_with_backends, wait_until
 
 from runner import LLM, AsyncLLM, SamplingParams, needle
 from server.running import Running, serving
@@ -26,7 +26,7 @@ def llm() -> Iterator[AsyncLLM]:
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AsyncLLM, Iterator[str]]]:
     """The same model with a store, and prompts of 300 tokens that lie there alone."""
     store = f"file://{tmp_path_factory.mktemp('kv')}"
-    options = {"device": "cpu", "device_memory": "24MiB", "host_memory": "16MiB", "store_uri": store}
+    options = {"device": "cpu", "device_memory": "24MiB", "host_memory": "16MiB", "remote_uri": store}
     prompts = [needle.make_prompt(300, seed=seed).text for seed in range(60, 64)]
     with LLM(needle.weights_path(), **options, key_secret=b"tests") as other:
         other.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
@@ -66,7 +66,7 @@ def web(running: Running) -> Iterator[httpx.Client]:
 @pytest.fixture(autouse=True)
 def stores_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test here is about stores that are slow."""
-    be_patient_with_stores(monkeypatch)
+    be_patient_with_backends(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

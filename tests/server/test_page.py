@@ -110,7 +110,7 @@ def test_a_store_is_shown_if_there_is_one(
         row = "[...document.querySelectorAll('#finished tr')].find((r) => r.textContent.includes('store 288'))"
         assert "store 288, computed 12" in tab.until(f"{row}?.innerText")
         tab.until(f"{TEXT.format('store')}.includes('file, in use')")
-        stats = llm.cache.stats().store
+        stats = llm.cache.stats().remote
         assert stats is not None
         tab.until(f"{TEXT.format('store')}.includes('fetched {stats.fetched_objects} · questions {stats.looks}')")
         assert "store" in tab.run(TEXT.format("sources"))

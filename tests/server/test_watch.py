@@ -116,14 +116,14 @@ def test_a_store_is_told_of_if_there_is_one(
         with watching(client) as events:
             (_, past), (_, told) = [next(events) for _ in range(3)][1:]
         found, stats = numbers(past, told), llm.cache.stats()
-        assert stats.store is not None
+        assert stats.remote is not None
         assert (past["server"]["store"], told["store"]) == ({"kind": "file"}, "on")
-        assert found["tokens.store"] == stats.prefix_tokens["store"] >= 288
-        assert sum(found[f"tokens.{source}"] for source in ("device", "host", "store", "computed")) \
+        assert found["tokens.store"] == stats.prefix_tokens["remote"] >= 288
+        assert sum(found[f"tokens.{source}"] for source in ("device", "host", "remote", "computed")) \
             == stats.prefix_tokens["queried"]  # fmt: skip
-        assert found["store.fetched_bytes"] == stats.store.fetched_bytes > 0
+        assert found["store.fetched_bytes"] == stats.remote.fetched_bytes > 0
         last = told["finished"][-1]
-        assert [last[name] for name in ("device", "host", "store", "prompt")] == [0, 0, 288, 300]
+        assert [last[name] for name in ("device", "host", "remote", "prompt")] == [0, 0, 288, 300]
         snapshots, remote = Snapshots(one.server.served, one.server.served.finished), llm.cache.core.coordinator.remote
         for _ in range(3):
             remote.breaker.on_end(Tried.MOVE, False, 0.0)

@@ -1,7 +1,7 @@
-"""The store behind the host tier, from vLLM's side: when it is opened, and what is worth a fetch.
+"""The remote tier, from vLLM's side: when it is opened, and what is worth a fetch.
 
-Owns       what the workers have told of themselves; the store until the books have it; how long prompts take.
-Promises   the store is used only once every worker has told what its blocks depend on: their names begin with that.
+Owns       what the workers have told of themselves; the remote until the books have it; how long prompts take.
+Promises   the remote is used only once every worker has told what its blocks depend on: their names begin with that.
            Whatever cannot work is refused when it is made.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
     from kvtier.relayed_books import RelayedBooks
-    from kvtier.stats import StoreStats
+    from kvtier.stats import RemoteStats
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Of each text of a step: how many it computes, and up to which."""
@@ -32,7 +32,7 @@ logger = logging.getLogger("vllm.kvtier")
 MOST_STEPS = 8
 """That are under way at once; vLLM has two."""
 FACTS_S = 5.0
-"""For the workers' first reports; then steps go on without the store."""
+"""For the workers' first reports; then steps go on without the remote."""
 
 
 class Behind:
@@ -43,55 +43,55 @@ class Behind:
     ) -> None:
         from kvtier.coordinator.pace import Pace
         from kvtier.integrations.vllm.stats import COUNTERS
-        from kvtier.remote.uri import open_store
+        from kvtier.remote.uri import open_backend
 
-        assert settings.store_uri is not None
+        assert settings.remote_uri is not None
         self._books = books
         hashes = check_engine(config)
         self._workers = config.parallel_config.world_size
         self._secret = settings.secret()
-        self._store = open_store(settings.store_uri)
+        self._backend = open_backend(settings.remote_uri)
         try:
             weights = weights_of(config, settings.model_id)  # last: it may read all of them
         except BaseException:
-            self._store.close(0.0)
+            self._backend.close(0.0)
             raise
         self._of_model = config, cache, geometry, weights, hashes
         self._facts = dict[int, str]()
         self._asked_s = float("inf")  # when the first step, or request, was due
         self._is_late = self._is_off = False
-        self._counters = [(name, name.removeprefix("store_")) for name in COUNTERS if name.startswith("store_")]
+        self._counters = [(name, name.removeprefix("remote_")) for name in COUNTERS if name.startswith("remote_")]
         self._clock = time.monotonic
         self._pace = Pace()
         self._steps: deque[tuple[float, Tokens | None]] = deque(maxlen=MOST_STEPS)  # and when they were planned
         self._ended_s = 0.0  # when the last one ended
         self.is_open = False
-        """Whether the books have the store."""
+        """Whether the books have the remote."""
 
     def take_facts(self, facts: Mapping[int, str]) -> None:
-        """What workers have told, by rank; the last one opens the store."""
+        """What workers have told, by rank; the last one opens the remote."""
         self._facts |= facts
         if self.is_open or self._is_off or len(self._facts) < self._workers:
             return
         name = model_id(*self._of_model, self._facts)
-        self._books.use_store(self._store, name, self._secret)
+        self._books.use_remote(self._backend, name, self._secret)
         self._books.estimate_compute(self._pace.seconds)
         self.is_open = True
-        logger.info("kvtier: a store is behind the host tier; the model is %s", name)
+        logger.info("kvtier: a remote is behind the host tier; the model is %s", name)
 
     def reset(self) -> None:
-        """Content from before is outdated, and so is the name of the weights: a store that is not open stays closed."""
+        """Content from before is outdated, and so is the name of the weights: a remote not yet open stays closed."""
         self._is_off = True
 
     def is_opening(self) -> bool:
-        """Whether a step, even an empty one, and requests that wait for it, may open the store."""
+        """Whether a step, even an empty one, and requests that wait for it, may open the remote."""
         if self.is_open or self._is_off or self._is_late:
             return False
         now = self._clock()
         self._asked_s = min(self._asked_s, now)
         if now - self._asked_s >= FACTS_S:
             self._is_late = True
-            logger.warning("kvtier: a worker has told nothing of itself; until it does there is no store")
+            logger.warning("kvtier: a worker has told nothing of itself; until it does there is no remote")
         return not self._is_late
 
     def step_begins(self, output: Any) -> None:
@@ -116,21 +116,21 @@ class Behind:
 
     def counters(self) -> dict[str, int]:
         """So far, by the names in ``stats``."""
-        counts = self._books.store_counts
+        counts = self._books.remote_counts
         return {} if counts is None else {name: getattr(counts, own) for name, own in self._counters}
 
     def close(self) -> None:
-        """Ends the store if the books do not have it."""
+        """Ends the remote if the books do not have it."""
         if not self.is_open:
-            self._store.close(0.0)
+            self._backend.close(0.0)
 
 
-def gauges_of(stats: StoreStats | None) -> dict[str, int]:
+def gauges_of(stats: RemoteStats | None) -> dict[str, int]:
     """By the names in ``stats``."""
     if stats is None:
         return {}
     return {
-        "store_is_on": int(stats.is_on),
-        "store_breaker_open": int(stats.breaker_open),
-        "store_live": stats.live,
+        "remote_is_on": int(stats.is_on),
+        "remote_breaker_open": int(stats.breaker_open),
+        "remote_live": stats.live,
     }

@@ -60,11 +60,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 counts_nans=counts_nans(),
             )
             logger.info("kvtier: %s", geometry.describe(self._plan, workers))
-            if self._settings.store_uri is not None:
+            if self._settings.remote_uri is not None:
                 from kvtier.integrations.vllm.behind import Behind
 
                 behind = Behind(self._scheduler_side.books, vllm_config, kv_cache_config, geometry, self._settings)
-                self._scheduler_side.use_store(behind)
+                self._scheduler_side.use_remote(behind)
         self._config = vllm_config
 
     @classmethod
@@ -111,9 +111,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM 0.32 asks for its ``vllm:prompt_tokens_cached_by_source``."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        is_disk = str(self._settings.store_uri).startswith("file:")
+        is_disk = str(self._settings.remote_uri).startswith("file:")
         store = CacheHitSource.DISK if is_disk else CacheHitSource.EXTERNAL_UNSPECIFIED
-        stored = min(self._scheduler.follow(request.request_id).from_store, num_external_tokens)
+        stored = min(self._scheduler.follow(request.request_id).from_remote, num_external_tokens)
         counts = {CacheHitSource.HOST: num_external_tokens - stored, store: stored}
         return {source: count for source, count in counts.items() if count}
 
@@ -163,13 +163,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         from kvtier.integrations.vllm.worker import WorkerSide
 
         self._worker_side = WorkerSide(self._plan, self._kv_cache_config, kv_caches, self._settings)
-        if self._settings.store_uri is not None:
+        if self._settings.remote_uri is not None:
             from vllm.distributed import get_tensor_model_parallel_rank
 
             from kvtier.integrations.vllm.identity import facts_of
 
             facts = facts_of(self._config, self._kv_cache_config.num_blocks, kv_caches)
-            self._worker_side.use_store(self._settings, get_tensor_model_parallel_rank(), facts)
+            self._worker_side.use_remote(self._settings, get_tensor_model_parallel_rank(), facts)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._worker.begin(kv_connector_metadata)

@@ -55,8 +55,8 @@ class Follow:
         self.tables: list[Table] = []
         self.local = 0
         """Tokens that vLLM's own prefix cache has brought."""
-        self.from_store = 0
-        """Of its last hit: tokens that the store behind the host tier has brought for it."""
+        self.from_remote = 0
+        """Of its last hit: tokens that the remote tier has brought for it."""
         self.end = 0
         """Tokens with KV on the device, or in the step that is being planned."""
         self.told = 0
@@ -73,7 +73,7 @@ class Follow:
         self._stride = stride
         self._num_keys = 0
         self._text: HostText | None = None
-        self._with_store = getattr(request, "lora_request", None) is None  # an adapter's content has no name
+        self._with_remote = getattr(request, "lora_request", None) is None  # an adapter's content has no name
 
     def text(self) -> HostText:
         """Its tokens' text in the host tier, with keys of all of vLLM's block hashes so far."""
@@ -81,7 +81,7 @@ class Follow:
         count = len(hashes) // self._stride
         if self._text is None or count < self._num_keys:
             self.close()
-            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_store)
+            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_remote)
             self._num_keys = count
         elif count > self._num_keys:
             self._text.extend(keys_of(hashes, self._num_keys, self._stride))

@@ -1,10 +1,10 @@
-"""What the K and V of a vLLM engine depend on, as text: the names of a store's objects begin with it.
+"""What the K and V of a vLLM engine depend on, as text: the names of a remote's objects begin with it.
 
 Owns       the list of what is part of it.
-Promises   two engines share a store only if a block of one means the same in the other: the same weights, config,
+Promises   two engines share a remote only if a block of one means the same in the other: the same weights, config,
            dtypes, kernels, layout, share of each rank, vLLM, and making of block hashes. What cannot be known is
            refused by ``ConfigError``, which says what to set.
-Does not   know adapters: a request with a LoRA adapter, whose weights may change under its path, does without a store.
+Does not   know adapters: a request with a LoRA adapter, whose weights may change under its path, does without a remote.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def check_engine(config: Any) -> str:
     """How vLLM makes its block hashes. Raises ``ConfigError`` if engines cannot share them, or their K and V."""
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ConfigError(
-            "calculate_kv_scales makes the scales of K and V from an engine's first request; a store needs scales that "
-            "all engines have: those of the checkpoint"
+            "calculate_kv_scales makes the scales of K and V from an engine's first request; remote_uri needs scales "
+            "that all engines have: those of the checkpoint"
         )
     if getattr(config, "weight_transfer_config", None) is not None:
         raise ConfigError(
-            "weight_transfer_config changes the weights of a running engine, and a store knows one name of them; leave "
-            '"store_uri" out'
+            "weight_transfer_config changes the weights of a running engine, and a remote tier knows one name of them; "
+            'leave "remote_uri" out'
         )
     name = config.cache_config.prefix_caching_hash_algo
     if name not in HASHES:
         raise ConfigError(
-            f"block hashes are made by {name!r}, which can be forged; a store needs --prefix-caching-hash-algo sha256"
+            f"block hashes are made by {name!r}, which can be forged; a remote needs --prefix-caching-hash-algo sha256"
         )
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils

@@ -89,16 +89,16 @@ class SchedulerSide:
         """vLLM's ``BlockPool``."""
         self._pool = pool
 
-    def use_store(self, behind: Behind) -> None:
-        """Puts a store behind the host tier."""
+    def use_remote(self, behind: Behind) -> None:
+        """Puts a remote tier."""
         self._behind = behind
-        self._waits["waits_for_store"] = 0
+        self._waits["waits_for_remote"] = 0
 
     # --- a request arrives ------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
-        some of them, or while the store behind the host tier may bring more."""
+        some of them, or while the remote tier may bring more."""
         if self._left:
             self._disown_wrong()
         follow = self._follow(request)
@@ -106,12 +106,12 @@ class SchedulerSide:
         if getattr(request, "skip_reading_prefix_cache", False):  # vLLM would throw the answer away
             return 0, False
         behind = self._behind
-        hit = follow.text().match(computed, request.num_tokens, ask_store=behind is not None)
+        hit = follow.text().match(computed, request.num_tokens, ask_remote=behind is not None)
         if hit.is_sought or (behind is not None and behind.is_opening()):
-            self._waits["waits_for_store"] += 1
+            self._waits["waits_for_remote"] += 1
             return None, False
         if not hit.is_pending:
-            follow.asked_s, follow.from_store = None, hit.from_store
+            follow.asked_s, follow.from_remote = None, hit.from_remote
             return hit.num_tokens, hit.num_tokens > 0
         now = self._clock()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
@@ -317,7 +317,7 @@ class SchedulerSide:
             "quarantined_blocks": sum(pool.quarantined for pool in stats.host.values()),
             "cached_blocks": sum(pool.cached for pool in stats.host.values()),
             "stores_hang": int(stats.stores_hang),
-            **gauges_of(stats.store),
+            **gauges_of(stats.remote),
         }
 
     def events(self) -> Iterable[Any]:

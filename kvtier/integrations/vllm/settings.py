@@ -23,8 +23,8 @@ ADAPTERS_BY_PATH = (0, 31)
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
 COUNTS_NANS = ("VLLM_COMPUTE_NANS_IN_LOGITS", "VLLM_RAISE_ON_LOGIT_NANS")
 """With one of these vLLM counts the NaNs in each request's logits."""
-OF_STORE = ("key_secret_file", "model_id")
-"""Options that need ``store_uri``."""
+OF_REMOTE = ("key_secret_file", "model_id")
+"""Options that need ``remote_uri``."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
     ``store``         "eager": blocks are stored once they are full; "off": the host tier is only read.
     ``deadline_s``    seconds after which a copy is given up, and its tokens are computed.
     ``copy_engine``   "threads" or "cuda"; None for what suits the device.
-    ``store_uri``     a store behind the host tier, such as "file:///var/kv".
+    ``remote_uri``     a remote tier, such as "file:///var/kv".
     ``key_secret_file``  a file with the secret that names its content; else the environment has it.
     ``model_id``      names the weights, in place of a digest of their files.
     """
@@ -46,18 +46,20 @@ class Settings:
     store: str = "eager"
     deadline_s: float = 30.0
     copy_engine: Any = None
-    store_uri: str | None = None
+    remote_uri: str | None = None
     key_secret_file: str | None = None
     model_id: str | None = None
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Settings:
         """Raises ``ConfigError`` for what is missing, unknown or out of range."""
-        from kvtier.options import check_choices, seconds
+        from kvtier.options import FORMER_NAMES, check_choices, seconds
         from kvtier.sizing import parse_bytes
 
         names = [field.name for field in fields(Settings)]
         for name in given:
+            if name in FORMER_NAMES:
+                raise ConfigError(f"kv_connector_extra_config: {name} is called {FORMER_NAMES[name]}")
             if name not in names:
                 close = get_close_matches(str(name), names, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
@@ -72,30 +74,30 @@ class Settings:
             raise ConfigError(f"copy_engine must be 'threads', 'cuda' or left out, got {found.copy_engine!r}")
         if found.store not in ("eager", "off"):
             raise ConfigError(f"store must be 'eager' or 'off', got {found.store!r}")
-        found.check_store()
+        found.check_remote()
         return found
 
-    def check_store(self) -> None:
-        """Raises ``ConfigError`` for options of a store that are half given, or cannot work."""
-        from kvtier.remote.check import check_store
+    def check_remote(self) -> None:
+        """Raises ``ConfigError`` for options of a remote that are half given, or cannot work."""
+        from kvtier.remote.check import check_remote
         from kvtier.remote.uri import parse_uri
 
-        if self.store_uri is None:
-            given = [name for name in OF_STORE if getattr(self, name) is not None]
+        if self.remote_uri is None:
+            given = [name for name in OF_REMOTE if getattr(self, name) is not None]
             if given:
-                raise ConfigError(f'{given[0]} is for a store behind the host tier; set "store_uri" as well')
+                raise ConfigError(f'{given[0]} is for a remote tier; set "remote_uri" as well')
             return
         if self.model_id is not None and (not isinstance(self.model_id, str) or not self.model_id):
             raise ConfigError(f"model_id must be a text that names the weights, got {self.model_id!r}")
-        check_store(self.store_uri, True, "cpu", "m", self.secret())
-        if parse_uri(self.store_uri).scheme == "memory":
+        check_remote(self.remote_uri, True, "cpu", "m", self.secret())
+        if parse_uri(self.remote_uri).scheme == "memory":
             raise ConfigError(
-                "store_uri is memory://, which vLLM's scheduler and workers do not share; use such as file:///var/kv, "
+                "remote_uri is memory://, which vLLM's scheduler and workers do not share; use such as file:///var/kv, "
                 "s3://bucket or mooncake://host:port"
             )
 
     def secret(self) -> bytes:
-        """What names the store's content. Raises ``ConfigError`` if there is none."""
+        """What names the remote's content. Raises ``ConfigError`` if there is none."""
         file = self.key_secret_file
         try:
             found = os.environb.get(SECRET_VARIABLE.encode(), b"") if file is None else Path(file).read_bytes()
@@ -104,7 +106,7 @@ class Settings:
         found = found.strip()
         if not found:
             raise ConfigError(
-                f'store_uri needs a secret: "key_secret_file", a file that is not empty, or {SECRET_VARIABLE} in the '
+                f'remote_uri needs a secret: "key_secret_file", a file that is not empty, or {SECRET_VARIABLE} in the '
                 "environment"
             )
         return found

@@ -36,10 +36,10 @@ class WorkerSide:
         self._report: WorkerReport | None = None
         self._facts: dict[int, str] = {}  # not reported yet
 
-    def use_store(self, settings: Settings, rank: int, facts: str) -> None:
+    def use_remote(self, settings: Settings, rank: int, facts: str) -> None:
         """Opens the store; ``facts`` go to the scheduler with the first report. Raises ``ConfigError``."""
-        assert settings.store_uri is not None
-        self.worker.use_store(settings.store_uri, settings.secret(), rank)
+        assert settings.remote_uri is not None
+        self.worker.use_remote(settings.remote_uri, settings.secret(), rank)
         self._facts = {rank: facts}
 
     def begin(self, step: StepOrders) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from kvtier import CacheStats
 from kvtier.coordinator.tracked import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.stats import PoolStats, StoreStats
+from kvtier.stats import PoolStats, RemoteStats
 from runner.server.page.finished import Finished
 from runner.server.page.names import Names
 from runner.server.page.pressure import Pressure
@@ -26,10 +26,10 @@ PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
 """Of blocks. ``loading``: a load writes them (device) or reads them (host); ``held``: the others that are not free."""
 MOST_ROWS = 100
 """Running requests, and waiting ones, that a snapshot names."""
-_STORE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_objects", "looks", "late_looks",
+_REMOTE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_objects", "looks", "late_looks",
           "missed_objects", "damaged_objects", "refused_objects", "failed_spills", "failed_fetches", "expired",
           "not_worth")  # fmt: skip
-"""Of the store behind the host tier, if there is one: fields of ``StoreStats``."""
+"""Of the remote tier, if there is one: fields of ``RemoteStats``."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
              "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished",
              "refused")  # fmt: skip
@@ -52,8 +52,8 @@ class Snapshots:
         self._tiers = ("device", "host") if stats.host else ("device",)
         pools = [f"{tier}.{group}.{place}" for tier in self._tiers for group in self._groups for place in PLACES]
         waits = [f"waiting.{wait.value}" for wait in Wait]
-        store = () if stats.store is None else ("tokens.store", *(f"store.{name}" for name in _STORE))
-        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools, *store)
+        remote = () if stats.remote is None else ("tokens.remote", *(f"remote.{name}" for name in _REMOTE))
+        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools, *remote)
         """Names of a snapshot's ``numbers``. ``time``: milliseconds since 1970."""
 
     def facts(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Snapshots:
                 name: {"block_tokens": pool.block_tokens, "block_bytes": pool.block_bytes}
                 for name, pool in stats.device.items()
             },
-            "store": None if stats.store is None else {"kind": stats.store.kind},
+            "remote": None if stats.remote is None else {"kind": stats.remote.kind},
         }
 
     def _tier(self, stats: CacheStats, tier: str, pools: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Snapshots:
             "numbers": self._numbers(stats, now_ms),
             "times": self._finished.times(),
             "stores_hang": stats.stores_hang,
-            "store": None if stats.store is None else _state_of(stats.store),
+            "remote": None if stats.remote is None else _state_of(stats.remote),
         }
 
     def rest(self, owner: str | None = "") -> dict[str, Any]:
@@ -120,8 +120,8 @@ class Snapshots:
 
     def _numbers(self, stats: CacheStats, now_ms: int) -> list[int]:
         prefix, moved = stats.prefix_tokens, stats.transfers
-        from_store = prefix.get("store", 0)
-        computed = prefix["queried"] - prefix["device"] - prefix["host"] - from_store
+        from_remote = prefix.get("remote", 0)
+        computed = prefix["queried"] - prefix["device"] - prefix["host"] - from_remote
         counters = (
             *(prefix["device"], prefix["host"], computed),
             max(0, stats.computed_tokens - stats.generated_tokens),
@@ -135,8 +135,8 @@ class Snapshots:
         for pools in (stats.device, stats.host)[: len(self._tiers)]:
             for pool, loads in zip(pools.values(), loading, strict=True):
                 found += _places(pool, loads)
-        if stats.store is not None:
-            found += [from_store, *(getattr(stats.store, name) for name in _STORE)]
+        if stats.remote is not None:
+            found += [from_remote, *(getattr(stats.remote, name) for name in _REMOTE)]
         return found
 
     def _loading(self) -> list[int]:
@@ -191,10 +191,10 @@ def _reason(death: BaseException | None) -> str | None:
     return f"{type(death).__name__}: {death}".partition("\n")[0][:_LONGEST_REASON]
 
 
-def _state_of(store: StoreStats) -> str:
-    if not store.is_on:
+def _state_of(remote: RemoteStats) -> str:
+    if not remote.is_on:
         return "off"
-    return "alone" if store.breaker_open else "on"
+    return "alone" if remote.breaker_open else "on"
 
 
 _UNDER_WAY = {TransferState.PLANNED, TransferState.IN_FLIGHT, TransferState.LANDED}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 from core.audit.damage import GROUPS, assert_reported
 from core.driving import HeldEngine, Serving, prompt
@@ -73,7 +73,7 @@ def moving() -> Iterator[Serving]:
             device_blocks=sizes,
             host_blocks=sizes,
             copy_engine=lambda memory: HeldEngine(memory, []),
-            store_uri=FakeStore(shared),
+            remote_uri=FakeBackend(shared),
             model_id="m",
             key_secret=b"s",
         )

@@ -103,7 +103,7 @@ class Indexer:
         return (0, 0) if told is None else (told["longest_matched"], told["gpu"])
 
     def by_tier(self, tokens: list[int], engine: int) -> dict[str, int]:
-        """The same on the device, with the host tier, and with the store."""
+        """The same on the device, with the host tier, and with the remote."""
         body = {"token_ids": tokens, "model_name": MODEL, "block_size": self._block_tokens}
         told = self.ask("/query", body)["instances"].get(str(engine), {})
         return {name: told.get(name, 0) for name in ("gpu", "cpu", "disk")}

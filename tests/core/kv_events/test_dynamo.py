@@ -11,7 +11,7 @@ from pathlib import Path
 import inside
 import pytest
 from patience import PATIENCE_S
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 from core.driving import prompt
 from core.kv_events.indexer import Indexer, why_not
@@ -109,7 +109,7 @@ def test_dynamo_counts_the_store_as_a_disk_and_each_engine_for_itself(make_servi
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
     shared, text = Shared(), prompt(40, 100)  # of its own: other tests have other keys
     one, other = (
-        make_serving(GROUPS, 32, 64, hold=(), store_uri=FakeStore(shared), model_id="m", key_secret=b"s")
+        make_serving(GROUPS, 32, 64, hold=(), remote_uri=FakeBackend(shared), model_id="m", key_secret=b"s")
         for _ in range(2)
     )
     first, second = (publisher(serving.cache, folder, f"store{k}") for k, serving in enumerate((one, other)))
@@ -125,7 +125,7 @@ def test_dynamo_counts_the_store_as_a_disk_and_each_engine_for_itself(make_servi
     assert indexer.by_tier(text, 5) == {"gpu": 0, "cpu": 0, "disk": 96}
     assert indexer.by_tier(text, 6) == {"gpu": 0, "cpu": 0, "disk": 0}, "what one has stored is not another's"
     serve(other, second, "c", text)
-    assert other.finished["c"].cached_tokens["store"] == 96
+    assert other.finished["c"].cached_tokens["remote"] == 96
     agrees(indexer, 6, text, (96, 96))
     one.cache.reset()
     first.poll()

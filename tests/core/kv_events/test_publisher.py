@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 from patience import PATIENCE_S, wait_until
-from remote.fake_store import FakeStore
+from remote.fake_backend import FakeBackend
 
 from core.driving import prompt
 from core.forking import in_child
@@ -163,7 +163,7 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
 
     monkeypatch.setattr(worker.Worker, "_take", held)
     go_on.set()
-    one, router = engine({**STORE, "store_uri": FakeStore()}, max_queue_size=1), Router(BT)
+    one, router = engine({**STORE, "remote_uri": FakeBackend()}, max_queue_size=1), Router(BT)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
         router.hear(listening.recv_multipart()[2])  # it is greeted: from now on it hears all
         thread, tokens = one.publisher._worker, prompt(0, 18)
@@ -176,7 +176,7 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
         while not thread.takes_more:
             pass  # until it has this as well, and is held
         one.serving.serve("a", tokens, 1)
-        one.publisher.poll()  # changes of both tiers here, which fill the queue, and of the store
+        one.publisher.poll()  # changes of both tiers here, which fill the queue, and of the remote
         assert not thread.takes_more
         go_on.set()
         for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
@@ -186,7 +186,7 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
 
 def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone(engine, monkeypatch):
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
-    one, router = engine({**STORE, "store_uri": FakeStore()}), Router(BT)
+    one, router = engine({**STORE, "remote_uri": FakeBackend()}), Router(BT)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
         text = one.serve(prompt(0, 18), 7)
         for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
@@ -198,7 +198,7 @@ def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone
 
 
 def test_nothing_is_recorded_for_a_publisher_whose_thread_has_ended(engine, monkeypatch):
-    one = engine({**STORE, "store_uri": FakeStore()})
+    one = engine({**STORE, "remote_uri": FakeBackend()})
     remote = one.serving.cache.core.coordinator.remote
     assert len(remote._known._listeners) == 1
     one.publisher.close()

@@ -1,4 +1,4 @@
-"""Blocks in the store are told as far as a request would fetch them, and no further (docs/adr/0030)."""
+"""Blocks in the remote are told as far as a request would fetch them, and no further (docs/adr/0030)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from breadth import sample
 from model.metrics import findable
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 from core.driving import Serving, prompt
 from core.kv_events.router import Path
@@ -28,7 +28,7 @@ Make = Callable[..., Serving]
 class Would:
     """Whether a fetch would bring a hit at a boundary, by the objects: docs/REMOTE.md, ``ObjectPlan``."""
 
-    def __init__(self, told: ToldOfStore, ids: tuple[int, ...], found: set[tuple[str, str, bytes]]) -> None:
+    def __init__(self, told: ToldOfRemote, ids: tuple[int, ...], found: set[tuple[str, str, bytes]]) -> None:
         spec = told.cache.spec
         self.plan = ObjectPlan(spec)
         self.stored = set(told.remote.listen().take())
@@ -53,8 +53,8 @@ class Would:
         return {needed.names[k] for k, g, key in blocks if (g, key.tobytes()) not in self.here}
 
 
-class ToldOfStore(Told):
-    """As ``Told``, of a cache with a store."""
+class ToldOfRemote(Told):
+    """As ``Told``, of a cache with a remote."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
@@ -63,7 +63,7 @@ class ToldOfStore(Told):
         self.claims = type(self.claims)(cache.spec, 100_000, self.remote.plan)
 
     def poll(self) -> None:
-        self.claims.note_store(self.changes.take(), self.remote.is_usable)
+        self.claims.note_remote(self.changes.take(), self.remote.is_usable)
         super().poll()
 
     def accepted(self, ids: tuple[int, ...], found: set[tuple[str, str, bytes]]) -> int:
@@ -92,14 +92,14 @@ class ToldOfStore(Told):
 
 @pytest.fixture
 def stored(make_serving: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes servings that share a store."""
+    """Makes servings that share a remote."""
     shared = Shared()
 
     def make(groups: Any = HYBRID, blocks: Any = 40, host: Any = 60, least: int = 300, **options: Any) -> Any:
         monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", least)
         faults = options.pop("faults", {})
-        store = FakeStore(shared, **faults)
-        made: Any = make_serving(groups, blocks, host, hold=(), store_uri=store, **(ID | options))
+        store = FakeBackend(shared, **faults)
+        made: Any = make_serving(groups, blocks, host, hold=(), remote_uri=store, **(ID | options))
         made.store = store
         return made
 
@@ -129,7 +129,7 @@ def test_a_listener_believes_what_a_request_would_fetch(stored: Make, shape: str
     faults = dict.fromkeys(("fail", "miss", "damage", "refuse"), 0.05 if seed % 2 else 0.0)
     one: Any = stored(groups, 24, 30, least, faults=faults)
     other: Any = stored(groups, 24, 30, least)
-    told, by_store = ToldOfStore(one.cache), 0
+    told, by_remote = ToldOfRemote(one.cache), 0
     for k in range(36):
         tokens = [*prompt(random.randrange(4), random.randrange(1, 40)), *prompt(k, random.randrange(9))]
         serving = one if random.random() < 0.8 else other
@@ -144,23 +144,23 @@ def test_a_listener_believes_what_a_request_would_fetch(stored: Make, shape: str
         told.poll()
         if k % 3 == 2:
             told.check()
-        by_store += len(told.router.found["STORAGE"])
-    assert by_store > 20
+        by_remote += len(told.router.found["STORAGE"])
+    assert by_remote > 20
     if seed % 2:
         return  # where single objects are missing, a request may try a longer hit, once, and find out
     for i, ids in enumerate(sorted(told.texts)[::8]):
         forget_here(one)
         told.poll()
         accepted = told.accepted(ids, findable(one.cache))
-        missed = one.cache.stats().store.missed_objects
+        missed = one.cache.stats().remote.missed_objects
         done = one.serve(f"again {i}", [*ids, 1], 1)
-        if one.cache.stats().store.missed_objects == missed:  # else it has tried a longer hit, with a window that lacks
+        if one.cache.stats().remote.missed_objects == missed:  # else it has tried a longer hit, whose window lacks
             assert sum(done.cached_tokens.values()) >= accepted, "and it does; the other engine stores too"
 
 
 def test_what_device_and_host_have_lost_is_told_as_the_stores(stored: Make) -> None:
     one: Any = stored()
-    told = ToldOfStore(one.cache)
+    told = ToldOfRemote(one.cache)
     told.text(prompt(0, 50))
     one.serve("a", prompt(0, 50), 1)
     told.poll()
@@ -174,13 +174,13 @@ def test_what_device_and_host_have_lost_is_told_as_the_stores(stored: Make) -> N
 def test_another_engine_tells_of_the_store_only_what_it_has_fetched_itself(stored: Make) -> None:
     one: Any = stored()
     other: Any = stored()
-    told = ToldOfStore(other.cache)
+    told = ToldOfRemote(other.cache)
     for k in range(2):
         told.text(prompt(k, 50))
         one.serve(f"{k}", prompt(k, 50), 1)
     told.poll()
-    assert not told.router.believed, "the store has them, and this engine has not seen it"
-    assert other.serve("b", prompt(0, 50), 1).cached_tokens["store"] == 48
+    assert not told.router.believed, "the remote has them, and this engine has not seen it"
+    assert other.serve("b", prompt(0, 50), 1).cached_tokens["remote"] == 48
     forget_here(other)
     told.poll()
     assert told.router.found["STORAGE"] == blocks(prompt(0, 50), 48)
@@ -188,7 +188,7 @@ def test_another_engine_tells_of_the_store_only_what_it_has_fetched_itself(store
 
 def test_what_is_known_to_be_gone_is_taken_back(stored: Make) -> None:
     one: Any = stored()
-    told = ToldOfStore(one.cache)
+    told = ToldOfRemote(one.cache)
     told.text(prompt(0, 50))
     one.serve("a", prompt(0, 50), 1)
     forget_here(one)
@@ -209,7 +209,7 @@ def test_what_is_known_to_be_gone_is_taken_back(stored: Make) -> None:
 @pytest.mark.parametrize("how", ["reset", "breaker"])
 def test_nothing_is_told_of_a_store_that_is_left_alone(stored: Make, how: str) -> None:
     one: Any = stored()
-    told = ToldOfStore(one.cache)
+    told = ToldOfRemote(one.cache)
     told.text(prompt(0, 50))
     one.serve("a", prompt(0, 50), 1)
     forget_here(one)
@@ -232,7 +232,7 @@ def test_nothing_is_told_of_a_store_that_is_left_alone(stored: Make, how: str) -
 
 def test_a_spill_of_what_was_disowned_meanwhile_is_not_told(stored: Make) -> None:
     one: Any = stored()
-    told = ToldOfStore(one.cache)
+    told = ToldOfRemote(one.cache)
     told.text(prompt(0, 50))
     one.store.hold = True
     one.add("bad", prompt(0, 50), 20)
@@ -252,20 +252,20 @@ def test_a_spill_of_what_was_disowned_meanwhile_is_not_told(stored: Make) -> Non
 def test_what_the_tier_has_no_room_to_remember_is_taken_back(stored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.remote.known.MOST_KNOWN", 3)
     one: Any = stored(least=1)
-    told = ToldOfStore(one.cache)
+    told = ToldOfRemote(one.cache)
     for k in range(3):
         told.text(prompt(k, 9))
         one.serve(f"{k}", prompt(k, 9), 1)
         forget_here(one)
         told.poll()
         told.check()
-    assert len(told.claims._loose_stored) <= 3
+    assert len(told.claims._loose_remote) <= 3
     assert len(told.remote.listen().take()) == 3
 
 
 def test_keys_without_a_text_are_told_once_their_text_is_known(stored: Make) -> None:
     one: Any = stored()
-    told = ToldOfStore(one.cache)
+    told = ToldOfRemote(one.cache)
     one.serve("a", prompt(0, 50), 1)
     forget_here(one)
     told.poll()
@@ -273,7 +273,7 @@ def test_keys_without_a_text_are_told_once_their_text_is_known(stored: Make) -> 
     told.text(prompt(0, 50))
     told.poll()
     assert told.router.found["STORAGE"] == blocks(prompt(0, 50), 48)
-    assert not told.claims._loose_stored
+    assert not told.claims._loose_remote
 
 
 def test_changes_end_with_their_holder_and_cost_nothing_without_one(stored: Make) -> None:

@@ -13,10 +13,10 @@ from . import (
     kv_events,
     lookup,
     pools,
+    remote,
     scheduling,
     server,
     steps,
-    stores,
     vllm,
 )
 
@@ -34,6 +34,6 @@ MUTATIONS = (
     *server.MUTATIONS,
     *journal.MUTATIONS,
     *bench.MUTATIONS,
-    *stores.MUTATIONS,
+    *remote.MUTATIONS,
     *vllm.MUTATIONS,
 )

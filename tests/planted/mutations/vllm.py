@@ -48,7 +48,7 @@ MUTATIONS = (
         "vllm_stored_names_forget_the_workers_kernels",
         "I14 S2",
         "an engine with another layout of K reads what it cannot understand",
-        "integrations/vllm_store",
+        "integrations/vllm_remote",
         ("identity.model_id", "[facts[rank] for rank in sorted(facts)]", "[]"),
     ),
     mutation(
@@ -69,14 +69,14 @@ MUTATIONS = (
         "vllm_adapters_are_stored_by_their_path",
         "I14 S2",
         "K and V of weights that were under the same path before",
-        "integrations/vllm_store",
+        "integrations/vllm_remote",
         ("Follow.__init__", 'getattr(request, "lora_request", None) is None', "True"),
     ),
     mutation(
         "vllm_a_store_is_opened_after_a_reset",
         "I13",
         "new weights, and the store of the old ones",
-        "integrations/vllm_store",
+        "integrations/vllm_remote",
         ("Behind.take_facts", "self._is_off", "False"),
     ),
     mutation(
@@ -97,7 +97,7 @@ MUTATIONS = (
         "vllm_the_hub_has_moved_on_and_nobody_asks",
         "I14 S2",
         "K and V of loaded weights under the name of newer ones",
-        "integrations/vllm_store",
+        "integrations/vllm_remote",
         ("identity._folders", "len(commits) == 1", "found"),
     ),
     mutation(

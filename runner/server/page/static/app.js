@@ -7,13 +7,13 @@ import { Asking } from "./ask.js";
 import { Requests } from "./requests.js";
 import { Store } from "./store.js";
 import { key, watch } from "./stream.js";
-import { ThirdTier } from "./third.js";
+import { RemoteTier } from "./remote.js";
 
 const store = new Store(),
   now = new Now(),
   requests = new Requests();
 let pools = null,
-  third = null,
+  remote = null,
   flow = null,
   known = "",
   newest = null,
@@ -37,7 +37,7 @@ function draw() {
     const windowS = store.shown(Number($("window").value));
     now.update(store, newest, windowS);
     pools.update(store, windowS);
-    third?.update(store, newest, windowS);
+    remote?.update(store, newest, windowS);
     flow.update(store, windowS);
     requests.update(store, newest);
   });
@@ -73,7 +73,7 @@ const again = watch("watch", {
       // else what is open stays so
       legends(past.server);
       pools = new Pools(past.server);
-      third = past.server.store ? new ThirdTier(past.server) : null;
+      remote = past.server.remote ? new RemoteTier(past.server) : null;
       flow = new Flow(past.server);
     }
     known = JSON.stringify(past.server);

@@ -102,14 +102,14 @@ export class Asking {
     const tiers = usage?.prompt_tokens_details?.cached_tokens_by_tier ?? {};
     const device = hit?.device_tokens ?? tiers.device ?? 0,
       host = hit?.host_tokens ?? tiers.host ?? 0,
-      store = hit?.store_tokens ?? tiers.store ?? 0;
+      remote = hit?.remote_tokens ?? tiers.remote ?? 0;
     const ranges = hit?.sources ?? [
       [0, device, "device"],
       [device, device + host, "host"],
-      [device + host, device + host + store, "store"],
-      [device + host + store, pieces.length, "computed"],
+      [device + host, device + host + remote, "remote"],
+      [device + host + remote, pieces.length, "computed"],
     ];
-    this.bar.update({ device, host, store, prompt: pieces.length });
+    this.bar.update({ device, host, remote, prompt: pieces.length });
     this.show(pieces, ranges, answer);
   }
 

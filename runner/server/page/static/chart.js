@@ -191,12 +191,12 @@ function nice(n) {
 export const SOURCES = [
   ["device", "device"],
   ["host", "host"],
-  ["store", "store"],
+  ["remote", "remote"],
   ["computed", "computed"],
 ];
 
-/** Those of a server with or without a store behind its host tier. */
-export const sourcesOf = (server) => SOURCES.filter(([key]) => key !== "store" || server.store);
+/** Those of a server with or without a remote tier. */
+export const sourcesOf = (server) => SOURCES.filter(([key]) => key !== "remote" || server.remote);
 
 /** A bar that says which part of a prompt came from where; its text says the same. */
 export function sourceBar() {
@@ -211,9 +211,9 @@ export function sourceBar() {
   return {
     node,
     /** device: null while it is not known. */
-    update({ device, host, store = 0, prompt }) {
+    update({ device, host, remote = 0, prompt }) {
       const known = device !== null && device !== undefined,
-        numbers = known ? [device, host, store, prompt - device - host - store] : [0, 0, 0, 0];
+        numbers = known ? [device, host, remote, prompt - device - host - remote] : [0, 0, 0, 0];
       let at = 0;
       numbers.forEach((n, i) => {
         const wide = prompt ? (100 * n) / prompt : 0;

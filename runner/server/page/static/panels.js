@@ -75,7 +75,7 @@ export class Now {
 
   update(store, snapshot, windowS) {
     const grown = growth(store, windowS);
-    const cached = grown("tokens.device") + grown("tokens.host") + grown("tokens.store"),
+    const cached = grown("tokens.device") + grown("tokens.host") + grown("tokens.remote"),
       all = cached + grown("tokens.computed");
     const failed = store.last("failed_stores") + store.last("failed_loads");
     const isDead = snapshot.state === "dead";

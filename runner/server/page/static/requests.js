@@ -167,7 +167,7 @@ function told(found) {
     .map(({ hit, prompt_tokens: prompt }) => {
       const bar = sourceBar();
       const known = hit.sources?.at(-1)?.[1] ?? hit.tokens + hit.computed_tokens;
-      bar.update({ device: hit.device_tokens, host: hit.host_tokens ?? 0, store: hit.store_tokens ?? 0, prompt: prompt ?? known });
+      bar.update({ device: hit.device_tokens, host: hit.host_tokens ?? 0, remote: hit.remote_tokens ?? 0, prompt: prompt ?? known });
       return bar.node;
     });
   return [...bars, ...lines(found.text).map((line) => el("p", {}, line)), raw(found)];

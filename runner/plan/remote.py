@@ -1,8 +1,8 @@
-"""What a store behind the host tier costs and holds, by arithmetic.
+"""What a remote tier costs and holds, by arithmetic.
 
 Owns       the sizes of the objects that texts are cut into, as ``kvtier plan`` and its tests need them.
 Promises   the same objects and bytes as ``kvtier.remote.objects`` makes, at any length, without making them.
-Does not   know how fast a store is: the user says it.
+Does not   know how fast a remote tier is: the user says it.
 
 A *hit* of n tokens reads tiles, blocks that are objects by themselves ("big"), and one end. A *text* is a prompt that
 is computed once: its two last hits are stored.
@@ -17,7 +17,7 @@ from kvtier.coordinator.seek import CALL_S
 from kvtier.remote.envelope import TRAILER_BYTES
 from kvtier.remote.objects import ObjectPlan
 from kvtier.spec import CacheSpec, GroupSpec, Kind
-from runner.plan.report import LengthPlan, StoreLength, StorePlan
+from runner.plan.report import LengthPlan, RemoteLength, RemotePlan
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Amount:
         return Amount(self.objects + other.objects, self.block_bytes + other.block_bytes)
 
 
-class StoreSizes:
+class RemoteSizes:
     """Of a cache with these groups."""
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -112,7 +112,7 @@ def _span(group: GroupSpec, n: int, fullest: bool) -> tuple[int, int]:
     return first // group.block_tokens, n // group.block_tokens
 
 
-def plan_store(
+def plan_remote(
     spec: CacheSpec,
     num_bytes: int,
     gb_per_s: float,
@@ -120,20 +120,20 @@ def plan_store(
     lengths: tuple[LengthPlan, ...],
     fits: Callable[[int], bool],
     compute_s: Callable[[int], float] | None,
-) -> StorePlan:
-    """The plan of a store of ``num_bytes`` bytes. ``compute_s``: seconds to compute a prompt, if that can be told.
+) -> RemotePlan:
+    """The plan of a remote tier of ``num_bytes`` bytes. ``compute_s``: seconds to compute a prompt, if they are known.
 
     ``fits``: whether a hit of so many tokens can be held; if not, no longer one can.
     """
-    sizes = StoreSizes(spec)
+    sizes = RemoteSizes(spec)
 
     def fetch_s(amount: Amount) -> float:
         return CALL_S + amount.num_bytes / (gb_per_s * 1e9) + amount.block_bytes / (link_gb_per_s * 1e9)
 
-    def length(of: LengthPlan) -> StoreLength:
+    def length(of: LengthPlan) -> RemoteLength:
         hit, text = sizes.hit(of.tokens), sizes.text(of.tokens)
         texts = num_bytes // text.num_bytes if text.objects else 0
-        return StoreLength(
+        return RemoteLength(
             tokens=of.tokens,
             fetch_bytes=hit.num_bytes,
             fetch_objects=hit.objects,
@@ -153,7 +153,7 @@ def plan_store(
     if compute_s is not None:
         # Fetching grows ever more slowly with the length, and computing ever faster: they meet once at most.
         even = _first_unit(lambda n: fetch_s(sizes.hit(n, fullest=True)) < compute_s(n), sizes.unit, longest)
-    return StorePlan(
+    return RemotePlan(
         num_bytes=num_bytes,
         gb_per_s=gb_per_s,
         call_s=CALL_S,

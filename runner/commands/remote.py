@@ -1,4 +1,4 @@
-"""``kvtier store``: what lies in a store behind the host tier, and its upkeep."""
+"""``kvtier remote``: what lies in a remote tier, and its upkeep."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _URI = "file:///directory, s3://bucket/prefix, gs://bucket/prefix or az://contai
 def add_to(commands: Any) -> None:
     """Adds the subcommand and its own."""
     store = commands.add_parser(
-        "store",
-        help="list, check and clear up a store that caches share",
-        description="A store has objects of one or more namespaces: one for each model, geometry and secret. Caches "
+        "remote",
+        help="list, check and clear up a remote that caches share",
+        description="A remote has objects of one or more namespaces: one for each model, geometry and secret. Caches "
         "may go on reading and writing meanwhile.",
-        epilog="Status 0 if all went well, 1 if `verify` found a wrong object, 2 if the store, or "
+        epilog="Status 0 if all went well, 1 if `verify` found a wrong object, 2 if the remote, or "
         "a part of it, cannot be used.",
     )
     actions = store.add_subparsers(required=True, metavar="action")
@@ -77,7 +77,7 @@ def _model(parser: Any, about: str, required: bool = False) -> None:
 
 def _namespace(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{32}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no namespace: 32 hexadecimal digits, as in `kvtier store ls`")
+        raise argparse.ArgumentTypeError(f"{text!r} is no namespace: 32 hexadecimal digits, as in `kvtier remote ls`")
     return text
 
 
@@ -98,7 +98,7 @@ def _skipping(shelf: Any) -> int:
 
 
 def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
-    """Exit status of ``run``; 2 if the store does not serve, or if another keeper is at work there."""
+    """Exit status of ``run``; 2 if the remote does not serve, or if another keeper is at work there."""
     from kvtier.errors import KVTierError
     from kvtier.remote.threads import reason_of
 
@@ -108,7 +108,7 @@ def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
         if gives_up:
             raise
         print(f"kvtier: {problem}", file=sys.stderr)
-    except Exception as problem:  # the store's library has errors of its own
+    except Exception as problem:  # the remote's library has errors of its own
         if not isinstance(problem, OSError) and not type(problem).__module__.startswith("obstore"):
             raise
         print(f"kvtier: {uri} does not serve: {reason_of(problem)}", file=sys.stderr)

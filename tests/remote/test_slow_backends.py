@@ -12,7 +12,7 @@ from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.remote.tier import ANSWER_S
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}
 STEP_S = 0.01
@@ -20,7 +20,7 @@ TOKEN_S = 0.05
 """That a token's prefill takes: 64 of them 3.2 s, as 30,000 tokens of a large model do."""
 
 
-class SlowStore(FakeStore):
+class SlowBackend(FakeBackend):
     """Each call ends ``look_s`` or ``move_s`` after it was made, on the clock of its engine."""
 
     def __init__(self, look_s: float, move_s: float = 0.0) -> None:
@@ -48,14 +48,14 @@ class SlowStore(FakeStore):
 
 @pytest.fixture
 def slow(make_serving, monkeypatch):
-    """Makes servings over one shared store, whose steps take ``STEP_S``."""
+    """Makes servings over one shared remote, whose steps take ``STEP_S``."""
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
     shared = Shared()
 
     def make(look_s=0.0, token_s=TOKEN_S, groups=GROUPS, **options):
-        store = SlowStore(look_s)
+        store = SlowBackend(look_s)
         store.shared = shared
-        options |= {"store_uri": store, "model_id": "m", "key_secret": b"s"}
+        options |= {"remote_uri": store, "model_id": "m", "key_secret": b"s"}
         made = make_serving(groups, 200, 400, hold=(), store="eager", **options)
         store.now = lambda: made.engine.clock_s
         made.store, made.remote = store, inside.coordinator(made.cache).remote
@@ -77,13 +77,13 @@ def run(serving, limit=4000):
 
 
 def conversations(serving, turns=4, speakers=3):
-    """What each request got from the store; answers are given, so that all engines see the same texts."""
+    """What each request got from the remote; answers are given, so that all engines see the same texts."""
     texts, got = [prompt(k, 40) for k in range(speakers)], []
     for turn in range(turns):
         for k in range(speakers):
             serving.add(f"{turn}.{k}", texts[k], 1)
             run(serving)
-            got.append(serving.finished[f"{turn}.{k}"].cached_tokens["store"])
+            got.append(serving.finished[f"{turn}.{k}"].cached_tokens["remote"])
             inside.pools(serving.cache).forget_all()
             inside.host(serving.cache).forget_all()
             texts[k] = [*texts[k], *prompt(100 * turn + k, 24)]
@@ -97,14 +97,14 @@ def test_a_store_that_answers_slowly_hits_as_one_that_answers_at_once(slow, look
     at_once, later = slow(), slow(look_s)
     hits = [sum(conversations(serving)) for serving in (at_once, later)]
     assert hits[0] > 0 and hits[1] >= 0.9 * hits[0], hits
-    assert later.cache.stats().store.late_looks == 0
+    assert later.cache.stats().remote.late_looks == 0
     assert slow.shared.objects.keys() == first.keys()
     assert later.store.puts().total() == at_once.store.puts().total() == 0, "all of it was there"
 
 
 @pytest.mark.parametrize("look_s", sample([0.04, 0.2, 1.0], quick=[0.2]))
 def test_what_a_late_answer_says_is_there_is_not_stored_again(slow, look_s, monkeypatch):
-    """These prompts are computed long before the store has answered. A question names some of their tiles."""
+    """These prompts are computed long before the remote has answered. A question names some of their tiles."""
     monkeypatch.setattr("kvtier.coordinator.seek.MOST_SAMPLES", 2)
     one = slow()
     conversations(one)
@@ -115,7 +115,7 @@ def test_what_a_late_answer_says_is_there_is_not_stored_again(slow, look_s, monk
 
 
 def test_who_does_not_wait_is_not_late_and_long_prompts_still_hit(slow):
-    """Short prompts must not make a store look dead that takes 40 ms."""
+    """Short prompts must not make a remote look dead that takes 40 ms."""
     one, other = slow(), slow(0.04)
     for k in range(8):
         one.add(f"{k}", prompt(k, 30), 1)
@@ -124,13 +124,13 @@ def test_who_does_not_wait_is_not_late_and_long_prompts_still_hit(slow):
     for k in range(7):
         other.add(f"{k}", prompt(k, 30), 1)
         run(other)
-    stats = other.cache.stats().store
+    stats = other.cache.stats().remote
     assert stats.late_looks == 1, "the first one has waited in vain, and the others have not waited"
     assert not stats.breaker_open
     other.cache.estimate_compute(lambda start, end: (end - start) * TOKEN_S)
     other.add("long", prompt(7, 30), 1)
     run(other)
-    assert other.finished["long"].cached_tokens["store"] == 28
+    assert other.finished["long"].cached_tokens["remote"] == 28
 
 
 def test_a_store_that_stops_to_answer_costs_one_wait_and_is_asked_again_later(slow):
@@ -149,7 +149,7 @@ def test_a_store_that_stops_to_answer_costs_one_wait_and_is_asked_again_later(sl
     assert 0.5 * 28 * TOKEN_S <= waited <= 0.5 * 28 * TOKEN_S + 40 * STEP_S, waited
     other.engine.clock_s += ANSWER_S
     other.step()
-    assert other.cache.stats().store.breaker_open
+    assert other.cache.stats().remote.breaker_open
     other.store.takes = dict.fromkeys(other.store.takes, 0.0)
     for k in range(4, 9):  # a try a second, until its answers are trusted again
         other.engine.clock_s += 1.1
@@ -157,7 +157,7 @@ def test_a_store_that_stops_to_answer_costs_one_wait_and_is_asked_again_later(sl
         while f"{k}" not in other.finished:
             other.step()
             other.engine.clock_s += STEP_S
-    assert other.finished["8"].cached_tokens["store"] == 28
+    assert other.finished["8"].cached_tokens["remote"] == 28
     other.store.calls.clear()
 
 
@@ -189,7 +189,7 @@ def test_who_waits_sleeps_until_the_answer_of_a_text(slow):
     asked_s = serving.engine.clock_s
     for _ in range(10):
         serving.step()
-    due_s = inside.coordinator(serving.cache).store_due_s([])
+    due_s = inside.coordinator(serving.cache).remote_due_s([])
     assert serving.remote.num_progressing and ANSWER_S - 20 * STEP_S < due_s <= ANSWER_S
     serving.engine.clock_s = asked_s + due_s
     serving.step()
@@ -205,12 +205,12 @@ def test_what_is_not_worth_a_fetch_is_not_stored_again(slow):
         run(one)
     other.add("0", prompt(0, 50), 1)
     run(other)
-    assert other.finished["0"].cached_tokens["store"] == 48, "it has seen how long a fetch takes"
+    assert other.finished["0"].cached_tokens["remote"] == 48, "it has seen how long a fetch takes"
     other.cache.estimate_compute(lambda start, end: 1e-9)
     other.add("1", prompt(1, 50), 1)
     run(other)
-    assert other.finished["1"].cached_tokens["store"] == 0
-    assert other.cache.stats().store.not_worth == 1
+    assert other.finished["1"].cached_tokens["remote"] == 0
+    assert other.cache.stats().remote.not_worth == 1
     assert not other.store.puts()
 
 

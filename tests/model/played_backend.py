@@ -1,4 +1,4 @@
-"""The store of a ``World``: its calls end when the world says so, and as it says; what lies in it can go bad."""
+"""The remote of a ``World``: its calls end when the world says so, and as it says; what lies in it can go bad."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 from kvtier.remote import objects as stored_objects
 from kvtier.remote.block_store import Answer, Buffers
@@ -19,7 +19,7 @@ from kvtier.remote.upkeep import check_object
 FATES = ("ok", "fail", "miss", "refuse", "tear", "damage", "swap", "lie", "blind", "keep")
 """How a call may end; most mean something for one kind of call only, and are "ok" for the others."""
 ROTS = ("flip", "cut", "swap", "drop", "age", "grow")
-"""What may happen to an object that lies in the store."""
+"""What may happen to an object that lies in the remote."""
 
 
 def least_bytes(n: int) -> AbstractContextManager[Any]:
@@ -28,7 +28,7 @@ def least_bytes(n: int) -> AbstractContextManager[Any]:
 
 
 class Shelf(Shared):
-    """What lies in the store; it survives the caches of a world. ``spoiled``: names whose object may be wrong."""
+    """What lies in the remote; it survives the caches of a world. ``spoiled``: names whose object may be wrong."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def of_an_older_format(data: bytes) -> bytes:
     return data[:-TRAILER_BYTES] + head + hashlib.blake2b(head, digest_size=8).digest()
 
 
-class PlayedStore(FakeStore):
+class PlayedBackend(FakeBackend):
     """Each call ends by ``finish`` with the fate it names, or never. A share of them, ``quick``, ends by itself."""
 
     def __init__(self, shelf: Shelf, quick: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-// The store behind the host tier, if there is one: what goes there, what comes back, and what went wrong.
+// The remote tier, if there is one: what goes there, what comes back, and what went wrong.
 
 import { Chart } from "./chart.js";
 import { $, bytes, count, el, rate, say } from "./dom.js";
@@ -20,18 +20,18 @@ const TROUBLES = [
   ["not_worth", "faster to compute"],
 ];
 
-export class ThirdTier {
+export class RemoteTier {
   constructor(server) {
     this.state = el("span", { class: "quiet" });
-    this.kind = server.store.kind;
+    this.kind = server.remote.kind;
     const chart = (title, of, unit, format) =>
       new Chart({
         title,
         format,
         unit,
         series: [
-          { key: `store.spilled_${of}`, label: "spilled", cls: "store" },
-          { key: `store.fetched_${of}`, label: "fetched", cls: "host" },
+          { key: `remote.spilled_${of}`, label: "spilled", cls: "remote" },
+          { key: `remote.fetched_${of}`, label: "fetched", cls: "host" },
         ],
       });
     this.bytes = chart("Spilled and fetched", "bytes", " MB/s", rate);
@@ -39,8 +39,8 @@ export class ThirdTier {
     this.troubles = el("p", { class: "values" });
     this.node = el(
       "section",
-      { class: "tier store", id: "store", "aria-label": "Store behind the host tier" },
-      el("h3", {}, "Store ", this.state),
+      { class: "tier remote", id: "remote", "aria-label": "Remote tier" },
+      el("h3", {}, "Remote tier ", this.state),
       el("div", { class: "charts" }, this.bytes.node, this.objects.node),
       this.troubles,
     );
@@ -49,7 +49,7 @@ export class ThirdTier {
 
   update(store, snapshot, windowS) {
     const times = store.times(windowS),
-      last = (name) => store.last(`store.${name}`);
+      last = (name) => store.last(`remote.${name}`);
     for (const [chart, per] of [
       [this.bytes, MB],
       [this.objects, 1],
@@ -61,9 +61,9 @@ export class ThirdTier {
         windowS,
       );
     }
-    say(this.state, `${this.kind}, ${STATES[snapshot.store] ?? snapshot.store}`);
-    this.node.classList.toggle("bad", snapshot.store !== "on");
-    const speed = (name) => rate(store.now(`store.${name}`) / MB);
+    say(this.state, `${this.kind}, ${STATES[snapshot.remote] ?? snapshot.remote}`);
+    this.node.classList.toggle("bad", snapshot.remote !== "on");
+    const speed = (name) => rate(store.now(`remote.${name}`) / MB);
     say(
       this.bytes.values,
       [

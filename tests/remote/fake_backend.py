@@ -1,4 +1,4 @@
-"""A store in memory whose calls end when the test says so, well or not, and a world of caches that share it."""
+"""A remote in memory whose calls end when the test says so, well or not, and a world of caches that share it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvtier.remote.block_store import Answer, Buffers, Outcome
 
 
 class Shared:
-    """The bytes of a store, by name; several ``FakeStore`` may have it."""
+    """The bytes of a remote, by name; several ``FakeBackend`` may have it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
 
-class FakeStore:
+class FakeBackend:
     """Calls end at the next ``poll``, unless ``hold``: then ``end`` ends them. ``faults``: the shares of objects that
     go wrong ("fail", "refuse", "miss", "damage", "tear", "swap"; looks: "lie", "blind"; deletes: "keep"), drawn by
     ``seed``."""

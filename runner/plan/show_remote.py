@@ -1,23 +1,23 @@
-"""The store in a plan, for a person."""
+"""The remote tier in a plan, for a person."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
-from runner.plan.report import Plan, StorePlan
+from runner.plan.report import Plan, RemotePlan
 from runner.plan.units import count, digits, seconds, size, tokens_of
 from runner.tables import plain_table
 
 
-def store_table(plan: Plan, store: StorePlan) -> Table:
+def remote_table(plan: Plan, remote: RemotePlan) -> Table:
     """What a fetch costs, against computing."""
     known = plan.assumptions.weights is not None
     columns = ("tokens", "bytes\nto fetch", "objects", "read\nampl.", "time\nto fetch") + (
         ("time to\nrecompute", "fetch is\nsooner by") if known else ()
     )
-    title = f"Fetching a request from a store at {store.gb_per_s:g} GB/s, against computing it again"
+    title = f"Fetching a request from a remote tier at {remote.gb_per_s:g} GB/s, against computing it again"
     table = plain_table(title, (), columns)
-    for length, of in zip(plan.lengths, store.lengths, strict=True):
+    for length, of in zip(plan.lengths, remote.lengths, strict=True):
         ampl = "-" if of.read_amplification is None else f"{of.read_amplification:.4f}x"
         row = [tokens_of(length.tokens, length.beyond_model), size(of.fetch_bytes), f"{of.fetch_objects:,}", ampl]
         row.append("-" if of.fetch_s is None else seconds(of.fetch_s))
@@ -28,44 +28,44 @@ def store_table(plan: Plan, store: StorePlan) -> Table:
     return table
 
 
-def holds_table(plan: Plan, store: StorePlan) -> Table:
-    """What a text takes, and how many the store holds."""
-    columns = ("tokens", "a text\ntakes", "objects", "one more\nend", "store\ntexts", "store\ntokens")
-    table = plain_table(f"What {size(store.num_bytes)} of a store hold", (), columns)
-    for length, of in zip(plan.lengths, store.lengths, strict=True):
+def holds_table(plan: Plan, remote: RemotePlan) -> Table:
+    """What a text takes, and how many the remote tier holds."""
+    columns = ("tokens", "a text\ntakes", "objects", "one more\nend", "remote\ntexts", "remote\ntokens")
+    table = plain_table(f"What {size(remote.num_bytes)} of a remote tier hold", (), columns)
+    for length, of in zip(plan.lengths, remote.lengths, strict=True):
         row = [tokens_of(length.tokens, length.beyond_model), size(of.text_bytes), f"{of.text_objects:,}"]
         table.add_row(*row, size(of.further_end_bytes), f"{of.texts:,}", count(of.tokens_held))
     return table
 
 
-def break_even(plan: Plan, store: StorePlan) -> str:
+def break_even(plan: Plan, remote: RemotePlan) -> str:
     """From which length on a fetch is sooner."""
     if plan.assumptions.weights is None:
         return "From which length on a fetch is sooner cannot be told: computing is not estimated."
-    if not store.longest_tokens:
-        return "No length can be fetched from the store."
-    if store.break_even_tokens is None:
-        return f"Up to {store.longest_tokens:,} tokens computing is sooner than a fetch from the store."
-    is_all = store.longest_tokens == plan.lengths[-1].tokens
-    end = "on" if is_all else f"to {store.longest_tokens:,}, the longest that fit"
-    return f"A fetch from the store is sooner than computing from {store.break_even_tokens:,} tokens {end}."
+    if not remote.longest_tokens:
+        return "No length can be fetched from the remote tier."
+    if remote.break_even_tokens is None:
+        return f"Up to {remote.longest_tokens:,} tokens computing is sooner than a fetch from the remote tier."
+    is_all = remote.longest_tokens == plan.lengths[-1].tokens
+    end = "on" if is_all else f"to {remote.longest_tokens:,}, the longest that fit"
+    return f"A fetch from the remote tier is sooner than computing from {remote.break_even_tokens:,} tokens {end}."
 
 
-def store_notes(store: StorePlan) -> list[str]:
+def remote_notes(remote: RemotePlan) -> list[str]:
     """What the columns mean, and how blocks are packed."""
-    big = ", ".join(f"{name} {size(n)}" for name, n in store.big_blocks.items())
+    big = ", ".join(f"{name} {size(n)}" for name, n in remote.big_blocks.items())
     packed = [f"Blocks that are objects by themselves: {big}."] if big else []
-    if store.tile_bytes:
-        packed.append(f"Small full-attention blocks: tiles of {store.tile_tokens:,} tokens, {size(store.tile_bytes)}.")
-    if store.most_end_bytes:
-        packed.append(f"Small blocks of a hit's end: one object, {size(store.most_end_bytes)} at most.")
-    reasons = dict.fromkeys(of.why_not for of in store.lengths if of.why_not)
-    absent = [", ".join(f"{of.tokens:,}" for of in store.lengths if of.why_not == why) + f": {why}" for why in reasons]
-    in_vain = size(store.tile_bytes + store.most_end_bytes)
+    if remote.tile_bytes:
+        packed.append(f"Small full-attention blocks: tiles of {remote.tile_tokens:,} tokens, {size(remote.tile_bytes)}")
+    if remote.most_end_bytes:
+        packed.append(f"Small blocks of a hit's end: one object, {size(remote.most_end_bytes)} at most.")
+    reasons = dict.fromkeys(of.why_not for of in remote.lengths if of.why_not)
+    absent = [", ".join(f"{of.tokens:,}" for of in remote.lengths if of.why_not == why) + f": {why}" for why in reasons]
+    in_vain = size(remote.tile_bytes + remote.most_end_bytes)
     packed.append(f"If a part of the hit is here, the fetch reads at most {in_vain} that was not asked for.")
     return [
         *([f"Not fetched, in tokens: {'; '.join(absent)}."] if absent else []),
-        f"time to fetch: {seconds(store.call_s)} for the call, the bytes at {store.gb_per_s:g} GB/s (--store-gbps), "
+        f"time to fetch: {seconds(remote.call_s)} for the call, the bytes at {remote.gb_per_s:g} GB/s (--store-gbps), "
         "and their way from the host to the device; read ampl.: bytes to fetch over the bytes of the blocks.",
         " ".join(packed),
         "a text takes: the objects of a prompt; if it ends with a block, those of the hit on all but its last token "

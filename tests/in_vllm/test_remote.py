@@ -1,4 +1,4 @@
-"""A store behind the host tier: engines that are not there at the same time share it, and its faults change no text."""
+"""A remote tier: engines that are not there at the same time share it, and its faults change no text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Place:
         self.secret.write_text(SECRET + "\n")
 
     def options(self, **more: Any) -> dict[str, Any]:
-        given = {"store_uri": f"file://{self.folder}", "key_secret_file": str(self.secret)}
+        given = {"remote_uri": f"file://{self.folder}", "key_secret_file": str(self.secret)}
         return given | more
 
     @property
@@ -104,15 +104,15 @@ def test_a_store_that_answers_slowly_hits_all_the_same_and_is_written_once(
     opened: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer_s: float
 ) -> None:
     """1,500 tokens that take 2.4 s to compute; nothing is patched but the time that answers take."""
-    from kvtier.remote.directory import DirectoryStore
+    from kvtier.remote.directory import DirectoryBackend
 
     place, prompts = Place(tmp_path), [prompt(seed, SIZE) for seed in (11, 12, 13)]
     one = opened(chunk=64, **place.options())
     slowly(one, 0.1)
     colds = [engine_answer(one, tokens) for tokens in prompts]
     written = len(place.objects)
-    exists = DirectoryStore._exists
-    monkeypatch.setattr(DirectoryStore, "_exists", lambda *given: time.sleep(answer_s) or exists(*given))
+    exists = DirectoryBackend._exists
+    monkeypatch.setattr(DirectoryBackend, "_exists", lambda *given: time.sleep(answer_s) or exists(*given))
     other = opened(chunk=64, **place.options())
     slowly(other, 0.1)
     answers = [engine_answer(other, tokens) for tokens in prompts]
@@ -130,7 +130,7 @@ def engine_answer(engine: Engine, tokens: Tokens) -> Answer:
 
 def test_damaged_and_lost_objects_are_computed_anew(opened: Callable[..., Engine], place: Place) -> None:
     one = opened(**place.options())
-    cold = ask(one, PROMPTS[0])  # from the store, or computed if this test runs alone
+    cold = ask(one, PROMPTS[0])  # from the remote, or computed if this test runs alone
     for k, path in enumerate(place.objects):
         data = bytearray(path.read_bytes())
         data[(k * 4099) % len(data)] ^= 1
@@ -213,7 +213,7 @@ def test_an_idle_engine_stores_its_last_text_and_may_be_killed(
             while count != len(place.objects) or not count:  # nobody calls the engine any more
                 count = len(place.objects)
                 time.sleep(0.5)
-                assert time.monotonic() < end_s, "nothing reaches the store"
+                assert time.monotonic() < end_s, "nothing reaches the remote"
         finally:
             os.killpg(child.pid, signal.SIGKILL)
     other = opened(**place.options())

@@ -1,4 +1,4 @@
-"""The world with a store behind the host tier: walks reach it, and what its checks must see."""
+"""The world with a remote tier: walks reach it, and what its checks must see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from breadth import sized
 
 from kvtier.remote.envelope import Envelope
 from kvtier.remote.tier import RemoteTier
-from model.played_store import FATES, ROTS, Shelf, of_an_older_format
+from model.played_backend import FATES, ROTS, Shelf, of_an_older_format
 from model.walk import random_config, random_rule, replay
 from model.world import Config, Counts, World
 
@@ -22,7 +22,7 @@ def test_walks_with_a_store_reach_it():
     counts = Counts()
     for seed in range(sized(1, 24)):
         rnd = random.Random(f"store {seed}")
-        config = random_config(rnd, seed, has_store=True)
+        config = random_config(rnd, seed, has_remote=True)
         replay(config, [*(random_rule(rnd) for _ in range(250)), ("drain", (0,))], counts)
     assert counts.seen["prompt tokens from store"] > 0
     assert counts.seen["store: spilled_objects"] > 0
@@ -55,12 +55,12 @@ def test_a_fetch_that_is_waited_for_too_long_is_found(monkeypatch):
     config = Config(GROUPS, streams=False, objects=1, deadline_s=20.0)
     replay(config, rules)
     monkeypatch.setattr(RemoteTier, "_expire", lambda self, move: None)
-    with pytest.raises(AssertionError, match="still waits for the store"):
+    with pytest.raises(AssertionError, match="still waits for the remote"):
         replay(config, rules)
 
 
 def test_a_text_without_objects_is_not_deleted_for_ever():
-    """A soak's find: nothing of it was ever named in the store, and the engine had work for ever."""
+    """A soak's find: nothing of it was ever named in the remote, and the engine had work for ever."""
     groups = {"full": ("full", 0, 6, 12, 30), "window": ("window", 3, 2, 12, 30)}
     config = Config(groups, streams=False, objects=1, quick=1.0)
     replay(config, [("submit", (0, 3, 0, 2)), ("fail", (0,)), ("drain", (0,))])

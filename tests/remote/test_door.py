@@ -1,4 +1,4 @@
-"""A store behind the host tier of an engine with its own memory, in one process and in several."""
+"""A remote tier of an engine with its own memory, in one process and in several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from breadth import sized
 from core.test_host_tier import SOUND, UNKIND, Outside, chain
 from core.test_relayed_books import Relayed
-from patience import FOREVER_S, be_patient_with_stores
+from patience import FOREVER_S, be_patient_with_backends
 
 from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup, SlidingWindow
 from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
@@ -22,10 +22,10 @@ from kvtier.relayed_books import RelayedBooks
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace
-from kvtier.remote.relay import RelayedStore, RelayedWire
+from kvtier.remote.relay import RelayedBackend, RelayedWire
 from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.testing import SimulatedEngine
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 ID = {"model_id": "m", "key_secret": b"s"}
 TICK_S = 0.001
@@ -50,7 +50,7 @@ class Slow(SimulatedEngine):
 
 
 class Sharing:
-    """An engine with a store."""
+    """An engine with a remote."""
 
     def rest(self, most=300):
         """Until nothing is under way."""
@@ -68,7 +68,7 @@ class Sharing:
 
     @property
     def stats(self):
-        return self.tier.stats().store
+        return self.tier.stats().remote
 
     @property
     def remote(self):
@@ -80,7 +80,7 @@ class One(Sharing, Outside):
 
     def __init__(self, store, seed=0, faults=SOUND, host_memory=12_000, deadline_s=40.0, identity=ID):
         self.store = store
-        super().__init__(seed, faults, host_memory, "full", deadline_s * TICK_S, store_uri=store, **identity)
+        super().__init__(seed, faults, host_memory, "full", deadline_s * TICK_S, remote_uri=store, **identity)
 
 
 class Several(Sharing, Relayed):
@@ -90,14 +90,14 @@ class Several(Sharing, Relayed):
         self.stores = stores
         self.store = stores[0]
         super().__init__(seed, faults, host_memory, deadline_s=deadline_s, workers=len(stores) - 1, tick_s=TICK_S)
-        self.tier.use_store(stores[0], **identity)
+        self.tier.use_remote(stores[0], **identity)
         for rank, (worker, store) in enumerate(zip(self.workers, stores[1:], strict=True)):
-            worker.use_store(store, identity["key_secret"], rank)
+            worker.use_remote(store, identity["key_secret"], rank)
 
 
 @pytest.fixture(params=["one", "several"])
 def make(request, monkeypatch):
-    """Makes engines that share a store."""
+    """Makes engines that share a remote."""
     monkeypatch.setattr("core.test_host_tier.SimulatedEngine", Slow)
     shared = Shared()
 
@@ -105,8 +105,8 @@ def make(request, monkeypatch):
         faults = options.pop("store", {})
         seed = options.get("seed", 0)
         if request.param == "one":
-            return One(FakeStore(of or shared, hold, seed, **faults), **options)
-        made = [FakeStore(of or shared, hold, seed + k, **faults) for k in range(workers + 1)]
+            return One(FakeBackend(of or shared, hold, seed, **faults), **options)
+        made = [FakeBackend(of or shared, hold, seed + k, **faults) for k in range(workers + 1)]
         return Several(*made, **options)
 
     make.shared = shared
@@ -254,9 +254,9 @@ def test_what_a_fetch_brings_after_a_reset_is_not_found(make):
 
 
 def fetching(engine, text):
-    """Until a fetch is under way in a store that holds calls."""
+    """Until a fetch is under way in a remote that holds calls."""
     for _ in range(200):
-        assert text.match(0, 46, ask_store=True).is_sought
+        assert text.match(0, 46, ask_remote=True).is_sought
         if engine.remote.moves():
             break
         end(engine, "look")
@@ -285,7 +285,7 @@ def test_a_fetch_that_hangs_is_given_up_and_its_blocks_wait_for_its_end(make):
         inside.pass_time(other.engines, 1)
         other.poll([])
         other.check()
-        if not text.match(0, 46, ask_store=True).is_sought:
+        if not text.match(0, 46, ask_remote=True).is_sought:
             break
     assert other.stats.expired == 1
     assert text.match(0, 46).num_tokens == 0
@@ -298,8 +298,8 @@ def test_a_fetch_that_hangs_is_given_up_and_its_blocks_wait_for_its_end(make):
 
 def test_a_text_may_do_without_the_store(make):
     engine = make()
-    text = engine.tier.text(chain(TEXT), with_store=False)
-    assert not text.match(0, 46, ask_store=True).is_sought
+    text = engine.tier.text(chain(TEXT), with_remote=False)
+    assert not text.match(0, 46, ask_remote=True).is_sought
     text.computed([np.zeros(11, np.int32), np.zeros(23, np.int32), np.zeros(11, np.int32)], 46, is_end=True)
     engine.rest()
     assert engine.store.made == [] and make.shared.objects == {}
@@ -310,7 +310,7 @@ def test_only_what_is_worth_it_is_fetched(make):
     other = make()
     other.tier.estimate_compute(lambda start, end: 1e-9)
     other.serve(TEXT)
-    assert other.stats.not_worth == 0, "the speed of the store is not known before its first fetch"
+    assert other.stats.not_worth == 0, "the speed of the remote is not known before its first fetch"
     make().serve([*TEXT, *range(100, 140)])
     other.serve([*TEXT, *range(100, 140), 5])
     assert other.stats.not_worth == 1
@@ -320,11 +320,11 @@ def test_a_tier_sleeps_no_longer_than_a_text_waits_for_its_answer(make):
     engine = make(hold=True, deadline_s=30.0)
     engine.tier.estimate_compute(lambda start, end: 0.01)
     text = engine.tier.text(chain(TEXT))
-    assert text.match(0, 46, ask_store=True).is_sought
-    assert 0 < inside.store_due_s(engine.tier) <= 0.02
+    assert text.match(0, 46, ask_remote=True).is_sought
+    assert 0 < inside.remote_due_s(engine.tier) <= 0.02
     inside.pass_time(engine.engines, 25)
-    assert not text.match(0, 46, ask_store=True).is_sought
-    assert 0 < inside.store_due_s(engine.tier) <= 0.005, "the question has 30 ms"
+    assert not text.match(0, 46, ask_remote=True).is_sought
+    assert 0 < inside.remote_due_s(engine.tier) <= 0.005, "the question has 30 ms"
     end(engine)
 
 
@@ -366,20 +366,20 @@ def test_random_engines_that_share_a_store_never_read_what_was_not_written(make,
     assert bad or faults is UNKIND or sum(engine.stats.fetched_objects for engine in pair) > 0
 
 
-# --- real stores ----------------------------------------------------------------------------------
+# --- real remotes ----------------------------------------------------------------------------------
 
 
 def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
     pytest.importorskip("obstore")
-    be_patient_with_stores(monkeypatch)
+    be_patient_with_backends(monkeypatch)
     memory = [np.zeros(64 * 64, np.uint8) for _ in range(2)]
     group = OutsideGroup("full", FullAttention(), 4, 64, (Fragment(0, 64, 64),))
     keys, blocks = chain(list(range(41)), 4), np.arange(10, dtype=np.int32)
     memory[0][: 10 * 64] = np.arange(640) % 251
     for k, own in enumerate(memory):
-        with HostTier([group], own, "64KiB", store_uri=f"file://{tmp_path}?digest=blake2b", **ID) as tier:
+        with HostTier([group], own, "64KiB", remote_uri=f"file://{tmp_path}?digest=blake2b", **ID) as tier:
             text = tier.text(keys)
-            while (hit := text.match(0, 41, ask_store=True)).is_sought or tier.has_work:
+            while (hit := text.match(0, 41, ask_remote=True)).is_sought or tier.has_work:
                 tier.wait(1.0)
                 tier.poll()
             assert hit.num_tokens == (40 if k else 0)
@@ -401,10 +401,10 @@ def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"store_uri": "file:///tmp"}, "store_uri needs model_id and key_secret"),
-        ({"store_uri": "file:///tmp", "model_id": "m"}, "store_uri needs model_id and key_secret"),
-        ({"store_uri": "/tmp", **ID}, "store_uri must be such as file:///var/kv"),
-        ({"store_uri": "gopher://x", **ID}, "is no store; use file:///"),
+        ({"remote_uri": "file:///tmp"}, "remote_uri needs model_id and key_secret"),
+        ({"remote_uri": "file:///tmp", "model_id": "m"}, "remote_uri needs model_id and key_secret"),
+        ({"remote_uri": "/tmp", **ID}, "remote_uri must be such as file:///var/kv"),
+        ({"remote_uri": "gopher://x", **ID}, "is no remote; use file:///"),
         ({"model_id": 7}, "model_id must be a string"),
         ({"key_secret": "s"}, "key_secret must be bytes"),
     ],
@@ -420,14 +420,14 @@ def a_worker(store):
     group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
     memory = np.zeros(512, np.uint8)
     worker = HostWorker(HostPlan([group], 512, "4KiB", "off"), memory, copy_engine="threads")
-    worker.use_store(store, b"s")
+    worker.use_remote(store, b"s")
     of, block = np.zeros(1, np.int32), np.ones(1, np.int32)
     worker.begin(Orders(parcels=(Parcel(7, True, (("t", b"k" * 16),), of, block, of, 30.0, (b"n" * 16,)),)))
     return worker
 
 
 def test_a_worker_waits_for_its_store_as_for_copies():
-    store = FakeStore(hold=True)
+    store = FakeBackend(hold=True)
     worker = a_worker(store)
     assert worker.num_under_way == 1
     ends = threading.Timer(0.02, store.end)
@@ -440,7 +440,7 @@ def test_a_worker_waits_for_its_store_as_for_copies():
 
 
 def test_what_was_handed_to_a_workers_store_gets_there_when_the_worker_ends():
-    store = FakeStore(hold=True)
+    store = FakeBackend(hold=True)
     worker = a_worker(store)
     store.wait = lambda timeout_s: store.end() or True
     assert worker.close()
@@ -449,7 +449,7 @@ def test_what_was_handed_to_a_workers_store_gets_there_when_the_worker_ends():
 
 def test_a_store_that_hangs_holds_up_the_end_of_a_worker_for_a_moment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvtier.remote.relay.DRAIN_S", 0.0)
-    store, asked = FakeStore(hold=True), list[float]()
+    store, asked = FakeBackend(hold=True), list[float]()
     worker = a_worker(store)
     store.close = lambda timeout_s: asked.append(timeout_s) is None
     assert worker.close()
@@ -461,14 +461,14 @@ def test_what_waits_for_evictions_is_stored_before_an_engine_ends(make, monkeypa
     engine, other = make(), make()
     engine.serve(TEXT)
     assert engine.store.shared.objects == {}
-    engine.tier.flush_store()
+    engine.tier.flush_remote()
     engine.rest()
     engine.tier.close()
     assert other.serve(TEXT) == HIT
 
 
 def test_a_parcel_that_cannot_even_begin_has_failed():
-    store = FakeStore()
+    store = FakeBackend()
     store.put = lambda: None
     worker = a_worker(store)
     ((count, receipt),) = worker.poll().report.receipts.values()
@@ -477,20 +477,20 @@ def test_a_parcel_that_cannot_even_begin_has_failed():
 
 
 def test_books_end_their_own_store():
-    store = FakeStore()
+    store = FakeBackend()
     group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
     books = RelayedBooks(HostPlan([group], 512, "4KiB"))
-    books.use_store(store, **ID)
+    books.use_remote(store, **ID)
     books.close()
     assert store.is_closed
-    with HostTier([group], np.zeros(512, np.uint8), "4KiB", store_uri=(own := FakeStore()), **ID):
+    with HostTier([group], np.zeros(512, np.uint8), "4KiB", remote_uri=(own := FakeBackend()), **ID):
         assert not own.is_closed
     assert own.is_closed
 
 
 def test_a_delete_takes_the_objects_of_all_workers_and_the_worst_end_counts():
-    fake = FakeStore()
-    store, wire = RelayedStore(fake, lambda: 0.0), RelayedWire(np.array([8]), [b"a" * 16, b"b" * 16])
+    fake = FakeBackend()
+    store, wire = RelayedBackend(fake, lambda: 0.0), RelayedWire(np.array([8]), [b"a" * 16, b"b" * 16])
     names = [("t", bytes([k]) * 16) for k in range(2)]
     wire.delete(store, 7, names, 1.0)
     ((what, texts),) = fake.made
@@ -507,7 +507,7 @@ def test_a_delete_takes_the_objects_of_all_workers_and_the_worst_end_counts():
 
 def test_of_a_calls_time_a_worker_gets_what_is_left():
     now = [10.0]
-    store = RelayedStore(FakeStore(), lambda: now[0])
+    store = RelayedBackend(FakeBackend(), lambda: now[0])
     nothing = np.empty(0, np.int32)
     for _ in range(2):
         store.hand_on(Parcel(1, True, (), nothing, nothing, nothing, 5.0))

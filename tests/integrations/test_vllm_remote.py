@@ -1,4 +1,4 @@
-"""``KvtierConnector`` with a store behind its host tier, in the engine that keeps to vLLM's contract."""
+"""``KvtierConnector`` with a remote behind its host tier, in the engine that keeps to vLLM's contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import inside
 import pytest
 from breadth import sized
-from remote.fake_store import FakeStore, Shared
+from remote.fake_backend import FakeBackend, Shared
 
 from integrations.fake_vllm import SPECS, TICK_S, FakeEngine, connector_module, kv_cache_config, stems, vllm_config
 from kvtier import ConfigError
@@ -28,22 +28,22 @@ TEXT = stems(1, 1, most=59)[0] + [3] * 40
 
 
 class Made:
-    """Engines that share a store in memory."""
+    """Engines that share a remote in memory."""
 
     def __init__(self, secret: Path) -> None:
         self.shared = Shared()
         self.secret = secret
-        self.stores: list[FakeStore] = []
+        self.stores: list[FakeBackend] = []
         self.faults: dict[str, float] = {}
         self.hold = False
 
-    def open(self, uri: str) -> FakeStore:
-        self.stores.append(FakeStore(self.shared, self.hold, len(self.stores), **self.faults))
+    def open(self, uri: str) -> FakeBackend:
+        self.stores.append(FakeBackend(self.shared, self.hold, len(self.stores), **self.faults))
         return self.stores[-1]
 
     def engine(self, kinds=KINDS, blocks=60, hold=False, store=None, **options: Any) -> FakeEngine:
         self.stores, self.faults, self.hold = [], store or {}, hold
-        given = {"store_uri": "file:///nowhere", "key_secret_file": str(self.secret), "model_id": "m"}
+        given = {"remote_uri": "file:///nowhere", "key_secret_file": str(self.secret), "model_id": "m"}
         engine = FakeEngine(kinds, blocks, **(given | {"host_memory": 40_000} | options))
         inside.relay_clock(engine.books, lambda: engine.engines[0].now() * TICK_S)
         engine.stores = self.stores
@@ -56,7 +56,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     secret.write_text("s")
     found = Made(secret)
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 100)
-    for name in ("kvtier.remote.opening.open_store", "kvtier.remote.uri.open_store"):
+    for name in ("kvtier.remote.opening.open_backend", "kvtier.remote.uri.open_backend"):
         monkeypatch.setattr(name, found.open)
     return found
 
@@ -78,10 +78,10 @@ def test_what_one_engine_has_stored_another_one_hits(made: Made, kinds, workers)
     assert (one.wrong, other.wrong, other.loads) == (0, 0, 1)
     assert len({name.split("/")[1] for name in made.shared.objects}) == workers
     news = inside.vllm_side(other.connector).news()
-    assert news["store_fetched_objects"] > 0 and news["store_is_on"] == 1
-    assert news["waits_for_store"] > 0
+    assert news["remote_fetched_objects"] > 0 and news["remote_is_on"] == 1
+    assert news["waits_for_remote"] > 0
     assert set(news) <= {*COUNTERS, *GAUGES}
-    assert inside.vllm_side(one.connector).news()["store_spilled_bytes"] > 0
+    assert inside.vllm_side(one.connector).news()["remote_spilled_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_one_engine_has_stored_another_one_hits(made: Made, kinds, workers)
 )
 def test_vllm_is_told_which_tokens_of_a_hit_came_from_the_store(made: Made, uri, source):
     serve(made.engine(("full",)), TEXT)
-    engine, pushed_out = made.engine(("full",), store_uri=uri), []
+    engine, pushed_out = made.engine(("full",), remote_uri=uri), []
     for text in (TEXT[:33], TEXT, TEXT):
         pushed_out.append(serve(engine, text))
         for block in engine.pool.blocks:
@@ -107,7 +107,7 @@ def test_a_reset_turns_the_store_off(made: Made):
     for store in other.stores:
         store.is_to_be_left_alone = True
     assert serve(other, TEXT) == 0
-    assert inside.vllm_side(other.connector).news()["store_is_on"] == 0
+    assert inside.vllm_side(other.connector).news()["remote_is_on"] == 0
 
 
 def test_what_a_request_has_stored_whose_logits_are_no_numbers_leaves_the_store(made: Made, monkeypatch):
@@ -126,7 +126,7 @@ def test_after_a_reset_a_store_is_not_even_opened(made: Made):
     engine = made.engine()
     engine.reset()
     assert serve(engine, TEXT) == 0
-    assert engine.books.stats().store is None
+    assert engine.books.stats().remote is None
     assert [call for store in engine.stores for call in store.made] == []
 
 
@@ -147,14 +147,14 @@ def test_workers_that_tell_nothing_of_themselves_hold_up_requests_for_a_moment(m
     inside.forget_facts(engine.workers)
     assert serve(engine, TEXT) == 0
     assert [call for store in engine.stores for call in store.made] == []
-    assert "no store" in caplog.text
+    assert "no remote" in caplog.text
 
 
 def test_a_store_that_does_not_answer_costs_a_request_a_moment(made: Made, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvtier.coordinator.seek.UNKNOWN_S", 0.02)
     engine = made.engine(hold=True)
     assert engine.serve(TEXT).cached_tokens == 0
-    assert engine.books.stats().store.late_looks == 1
+    assert engine.books.stats().remote.late_looks == 1
     while engine.connector.has_pending_push_work():  # its text is stored once it has answered
         engine.step()
         for store in engine.stores:
@@ -219,7 +219,7 @@ def test_random_requests_on_engines_that_share_a_store_read_only_what_was_writte
         engine.settle()
         engine.check()
         assert engine.requests == {}
-    fetched = sum(engine.books.stats().store.fetched_objects for engine in pair)
+    fetched = sum(engine.books.stats().remote.fetched_objects for engine in pair)
     assert fetched or bad or faults is not None
 
 
@@ -247,7 +247,7 @@ def test_a_fetch_that_takes_longer_than_computing_is_left_out(made: Made):
     assert serve(other, texts[0]) > 0
     other.books.estimate_compute(lambda start, end: 1e-9)
     assert serve(other, texts[1]) == 0
-    assert other.books.stats().store.not_worth == 1
+    assert other.books.stats().remote.not_worth == 1
 
 
 # --- what engines must have in common ---------------------------------------------------------------
@@ -469,28 +469,28 @@ def test_whatever_cannot_work_is_refused_before_all_weights_are_read(made: Made,
     assert [store.is_closed for store in made.stores] == [True]
     with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
         connector_module.KvtierConnector.requires_piecewise_for_cudagraph({"host_memroy": "1GiB"})
-    options = {"host_memory": "1GiB", "store_uri": "file:///kv", "key_secret_file": str(made.secret)}
+    options = {"host_memory": "1GiB", "remote_uri": "file:///kv", "key_secret_file": str(made.secret)}
     assert connector_module.KvtierConnector.requires_piecewise_for_cudagraph(options) is False
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"key_secret_file": "x"}, 'key_secret_file is for a store.*set "store_uri"'),
-        ({"model_id": "x"}, 'model_id is for a store.*set "store_uri"'),
-        ({"store_uri": "file:///kv"}, f'store_uri needs a secret: "key_secret_file".*{SECRET_VARIABLE}'),
-        ({"store_uri": "file:///kv", "key_secret_file": "/not/there"}, "key_secret_file '/not/there': No such file"),
-        ({"store_uri": "file:///kv", "key_secret_file": 7}, "key_secret_file 7"),
-        ({"store_uri": "/kv", "secret": "s"}, "store_uri must be such as file:///var/kv"),
-        ({"store_uri": 7, "secret": "s"}, "7"),
-        ({"store_uri": "gopher://x", "secret": "s"}, "is no store; use file:///"),
-        ({"store_uri": "file:///kv", "secret": "s", "model_id": ""}, "model_id must be a text"),
-        ({"store_uri": "memory://", "secret": "s"}, "memory://, which .* do not share; use such as file:///"),
-        ({"store_uri": "memory://name", "secret": "s"}, "memory://"),
-        ({"store_uri": "s3://b?endpoint=https://KEY:SECRET@host", "secret": "s"}, "endpoint holds no credentials"),
-        ({"store_uri": "file:///kv", "key_secret_file": "a\0b"}, "key_secret_file 'a.*null"),
-        ({"store_uri": "file:///kv", "secret": " \n"}, "store_uri needs a secret"),
-        ({"store_urk": "file:///kv"}, "did you mean 'store_uri'"),
+        ({"key_secret_file": "x"}, 'key_secret_file is for a remote.*set "remote_uri"'),
+        ({"model_id": "x"}, 'model_id is for a remote.*set "remote_uri"'),
+        ({"remote_uri": "file:///kv"}, f'remote_uri needs a secret: "key_secret_file".*{SECRET_VARIABLE}'),
+        ({"remote_uri": "file:///kv", "key_secret_file": "/not/there"}, "key_secret_file '/not/there': No such file"),
+        ({"remote_uri": "file:///kv", "key_secret_file": 7}, "key_secret_file 7"),
+        ({"remote_uri": "/kv", "secret": "s"}, "remote_uri must be such as file:///var/kv"),
+        ({"remote_uri": 7, "secret": "s"}, "7"),
+        ({"remote_uri": "gopher://x", "secret": "s"}, "is no remote; use file:///"),
+        ({"remote_uri": "file:///kv", "secret": "s", "model_id": ""}, "model_id must be a text"),
+        ({"remote_uri": "memory://", "secret": "s"}, "memory://, which .* do not share; use such as file:///"),
+        ({"remote_uri": "memory://name", "secret": "s"}, "memory://"),
+        ({"remote_uri": "s3://b?endpoint=https://KEY:SECRET@host", "secret": "s"}, "endpoint holds no credentials"),
+        ({"remote_uri": "file:///kv", "key_secret_file": "a\0b"}, "key_secret_file 'a.*null"),
+        ({"remote_uri": "file:///kv", "secret": " \n"}, "remote_uri needs a secret"),
+        ({"store_urk": "file:///kv"}, "did you mean 'remote_uri'"),
     ],
 )
 def test_options_that_cannot_work(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str):
@@ -503,7 +503,7 @@ def test_options_that_cannot_work(monkeypatch: pytest.MonkeyPatch, options: dict
 
 def test_the_secret_comes_from_a_file_or_the_environment(made: Made, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(SECRET_VARIABLE, "of the environment")
-    options = {"host_memory": "1GiB", "store_uri": "file:///kv"}
+    options = {"host_memory": "1GiB", "remote_uri": "file:///kv"}
     assert Settings.of(options).secret() == b"of the environment"
     assert Settings.of(options | {"key_secret_file": str(made.secret)}).secret() == b"s"
     raw = b"\xff\x80 \xc3"

@@ -1,4 +1,4 @@
-"""A store behind the host tier of the real engine: restarts, other engines, options."""
+"""A remote tier of the real engine: restarts, other engines, options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMORY = {"device": "cpu", "device_memory": "24MiB", "host_memory": "24MiB"}
 
 
 def llm(folder: Path, model: object = None, **options: object) -> LLM:
-    store = {"store_uri": f"file://{folder}", "key_secret": b"tests"}
+    store = {"remote_uri": f"file://{folder}", "key_secret": b"tests"}
     return LLM(needle.weights_path() if model is None else model, **(MEMORY | store | options))
 
 
@@ -42,9 +42,9 @@ def test_what_was_computed_before_a_restart_is_a_hit_after_it(tmp_path):
     assert files, "close has waited for what was on its way"
     with llm(tmp_path / "kv") as again:
         second = served(again, prompt.text)
-        assert second.cached_tokens == {"device": 0, "host": 0, "store": 2992}
+        assert second.cached_tokens == {"device": 0, "host": 0, "remote": 2992}
         assert second.token_ids == first.token_ids
-        assert again.stats()["cache"]["store"]["kind"] == "file"
+        assert again.stats()["cache"]["remote"]["kind"] == "file"
         model = again.model
     with llm(tmp_path / "kv", model, key_secret=b"other", model_id="same") as other:
         assert sum(served(other, prompt.text).cached_tokens.values()) == 0
@@ -55,7 +55,7 @@ def test_the_start_names_the_store_and_its_namespace(tmp_path):
     with llm(tmp_path / "kv") as one:
         one.kv_events = None
         served(one, make_prompt(1500, seed=5).text)
-        said = serve._banner(Namespace(kv_store=uri), False, one, ["m"], ("127.0.0.1", 1))
+        said = serve._banner(Namespace(kv_remote=uri), False, one, ["m"], ("127.0.0.1", 1))
     (space,) = contents(open_shelf(uri)).by_namespace
     assert f"store {uri}, namespace {space}" in said
 
@@ -76,19 +76,19 @@ def test_the_weights_are_part_of_every_name(tmp_path):
 
 def test_a_store_without_a_secret_is_refused_before_weights_are_read():
     with pytest.raises(ConfigError, match="needs model_id and key_secret"):
-        LLM(needle.weights_path(), **MEMORY, store_uri="file:///tmp/x")
+        LLM(needle.weights_path(), **MEMORY, remote_uri="file:///tmp/x")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--kv-store needs a secret"),
-        (["--kv-store-secret-file", "/nowhere"], "--kv-store-secret-file /nowhere: No such file"),
+        ([], "--kv-remote needs a secret"),
+        (["--kv-remote-secret-file", "/nowhere"], "--kv-remote-secret-file /nowhere: No such file"),
     ],
 )
 def test_serve_asks_for_a_secret(options, message, capsys, monkeypatch):
     monkeypatch.setenv("KVTIER_KEY_SECRET", " \n")
-    assert main(["serve", "--port", "0", "--kv-store", "file:///tmp/x", *options]) == 2
+    assert main(["serve", "--port", "0", "--kv-remote", "file:///tmp/x", *options]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -107,7 +107,7 @@ def no_weights(monkeypatch):
 
 def readme_line() -> list[str]:
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (line,) = [line for line in text.splitlines() if line.startswith("kvtier serve MODEL --kv-store ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("kvtier serve MODEL --kv-remote ")]
     return line.partition("#")[0].split()[1:]
 
 
@@ -117,7 +117,7 @@ def readme_line() -> list[str]:
         (b"s", [], "weights are asked for"),
         (b"\xff\x00", [], "weights are asked for"),
         (b"s", ["--host-memory", "1MiB"], "weights are asked for"),
-        (b"s", ["--host-memory", "0"], "--kv-store needs a host tier, which --host-memory 0 turns off"),
+        (b"s", ["--host-memory", "0"], "--kv-remote needs a host tier, which --host-memory 0 turns off"),
         (b" \n", [], "secret is empty"),
     ],
 )
@@ -131,15 +131,15 @@ def test_the_line_of_the_readme_serves_a_store(tmp_path, no_weights, capsys, sec
 
 def test_a_store_needs_no_size_of_the_host_tier(no_weights):
     with pytest.raises(WeightsAsked):
-        LLM(needle.weights_path(), device="cpu", store_uri="file:///tmp/x", key_secret=b"s")
+        LLM(needle.weights_path(), device="cpu", remote_uri="file:///tmp/x", key_secret=b"s")
     with pytest.raises(ConfigError, match="needs a host tier"):
-        LLM(needle.weights_path(), device="cpu", host_memory=0, store_uri="file:///tmp/x", key_secret=b"s")
+        LLM(needle.weights_path(), device="cpu", host_memory=0, remote_uri="file:///tmp/x", key_secret=b"s")
 
 
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("s4://x", "is no store"),
+        ("s4://x", "is no remote"),
         ("s3://b?thread=8", "unknown option 'thread'"),
         ("file:///v?digest=sha", "digest=sha is none of"),
         ("mooncake://h:1?foo=1", "no option 'foo'"),
@@ -151,15 +151,15 @@ def test_a_store_that_cannot_be_opened_is_refused_before_weights_are_read(monkey
     for package in ("obstore", "mooncake", "mooncake.store"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=says):
-        LLM(needle.weights_path(), **MEMORY, store_uri=uri, key_secret=b"s")
+        LLM(needle.weights_path(), **MEMORY, remote_uri=uri, key_secret=b"s")
 
 
 def test_a_secret_is_bytes_and_of_use_only_with_a_store(no_weights, capsys, monkeypatch):
     monkeypatch.setitem(os.environb, b"KVTIER_KEY_SECRET", b"\xff\xfe")
-    assert main(["serve", "--port", "0", "--device", "cpu", "--kv-store", "file:///tmp/x"]) == 2
+    assert main(["serve", "--port", "0", "--device", "cpu", "--kv-remote", "file:///tmp/x"]) == 2
     assert "weights are asked for" in capsys.readouterr().err
-    assert main(["serve", "--port", "0", "--kv-store-secret-file", "/nowhere"]) == 2
-    assert "give --kv-store as well" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--kv-remote-secret-file", "/nowhere"]) == 2
+    assert "give --kv-remote as well" in capsys.readouterr().err
 
 
 class InProcess:
@@ -167,7 +167,7 @@ class InProcess:
 
     def __init__(self, name: str, store: str, log: Path, tokens: int) -> None:
         self.name = name
-        self.llm = LLM(needle.weights_path(), **MEMORY, store_uri=store, key_secret=b"of the demo")
+        self.llm = LLM(needle.weights_path(), **MEMORY, remote_uri=store, key_secret=b"of the demo")
 
     def complete(self, prompt: str, max_tokens: int) -> tuple[str, float, dict[str, int]]:
         done = self.llm.generate([prompt], SamplingParams(max_tokens=max_tokens, temperature=0), use_tqdm=False)[0]

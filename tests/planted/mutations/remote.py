@@ -1,4 +1,4 @@
-"""What lies in a store behind the host tier, and who takes it for something else. S1 to S8: docs/REMOTE.md."""
+"""What lies in a remote tier, and who takes it for something else. S1 to S8: docs/REMOTE.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MUTATIONS = (
     mutation(
         "stored_payloads_are_not_summed",
         "I29 S1",
-        "a block that was damaged in the store is loaded",
+        "a block that was damaged in the remote is loaded",
         "remote/envelope",
         (
             "Envelope.check_payload",
@@ -72,7 +72,7 @@ MUTATIONS = (
         "I29 S3",
         "stored blocks change with the host blocks that they came from",
         "remote/backends",
-        ("ObstoreStore._put", '[b"".join(buffers)] if is_copied else list(buffers)', "list(buffers)"),
+        ("ObjectBackend._put", '[b"".join(buffers)] if is_copied else list(buffers)', "list(buffers)"),
     ),
     mutation(
         "full_stores_only_fail",
@@ -96,7 +96,7 @@ MUTATIONS = (
     mutation(
         "reads_wait_at_a_pipe",
         "I19 S4",
-        "a thread of the store hangs at what is no file",
+        "a thread of the remote hangs at what is no file",
         "remote/directory",
         ("kvtier.remote.folder", "os.O_RDONLY | os.O_NONBLOCK | _BARE", "os.O_RDONLY | _BARE"),
         hangs=True,
@@ -151,7 +151,7 @@ MUTATIONS = (
     mutation(
         "buckets_that_refuse_are_used",
         "S5",
-        "an engine serves for days with a store that never was there",
+        "an engine serves for days with a remote that never was there",
         "remote/s3",
         ("check_bucket", "_NEVER.search(str(problem))", "False"),
     ),
@@ -167,7 +167,7 @@ MUTATIONS = (
         "S6",
         "a keeper removes what is read all the time",
         "remote/directory remote/upkeep",
-        ("DirectoryStore._get", "abs(time.time() - found.st_mtime) > RENEW_S", "False"),
+        ("DirectoryBackend._get", "abs(time.time() - found.st_mtime) > RENEW_S", "False"),
     ),
     mutation(
         "keepers_remove_what_was_renewed",
@@ -193,16 +193,16 @@ MUTATIONS = (
     mutation(
         "looks_queue_behind_stores",
         "S4",
-        "a request waits for the spills of others before it knows what the store has",
+        "a request waits for the spills of others before it knows what the remote has",
         "remote/threaded",
-        ("ThreadedStore.look", "self._submit(Rank.LOOK, call, [task])", "self._submit(Rank.DELETE, call, [task])"),
+        ("ThreadedBackend.look", "self._submit(Rank.LOOK, call, [task])", "self._submit(Rank.DELETE, call, [task])"),
     ),
     mutation(
         "panics_of_a_library_end_its_thread",
         "S4",
         "calls never end after a panic of obstore",
         "remote/threaded",
-        ("ThreadedStore._one", "BaseException", "Exception"),
+        ("ThreadedBackend._one", "BaseException", "Exception"),
         hangs=True,
     ),
     mutation(
@@ -210,14 +210,14 @@ MUTATIONS = (
         "I28 S4",
         "close waits for all that was queued",
         "remote/threaded",
-        ("StoreThreads._in_time", "self._is_closed", "False"),
+        ("BackendThreads._in_time", "self._is_closed", "False"),
     ),
     mutation(
         "wakes_are_remembered_for_ever",
         "I30 S4",
-        "after one wake, who waits for the store spins",
+        "after one wake, who waits for the remote spins",
         "remote/backends",
-        ("StoreThreads.wait", "self._news.clear()", "pass"),
+        ("BackendThreads.wait", "self._news.clear()", "pass"),
     ),
     mutation(
         "weights_are_known_by_their_first_bytes",
@@ -230,21 +230,21 @@ MUTATIONS = (
         "stored_shares_of_ranks_have_one_name",
         "I14 S2",
         "a rank reads another rank's share of a block",
-        "remote/host_store",
+        "remote/door",
         ("of_worker", 'f"{rank}/{workers}".encode()', 'f"{workers}".encode()'),
     ),
     mutation(
         "stored_objects_are_there_if_one_worker_has_its_share",
         "I13",
         "a block is found that another rank could not read",
-        "remote/host_store",
+        "remote/door",
         ("Receipt.both", "max(mine, yours)", "min(mine, yours)"),
     ),
     mutation(
         "stored_blocks_of_outside_groups_have_no_fragments_in_their_name",
         "I14 S2",
         "an engine with another order of layers reads K and V of other layers",
-        "remote/host_store",
+        "remote/door",
         (
             "outside_namespace",
             "[fragment.num_bytes for fragment in group.fragments]",
@@ -254,15 +254,15 @@ MUTATIONS = (
     mutation(
         "host_store_survives_a_reset",
         "I13",
-        "content that a reset has outdated comes back from the store",
-        "remote/host_store",
-        ("HostBooks.reset", "self._parts.store.remote.reset()", "pass"),
+        "content that a reset has outdated comes back from the remote",
+        "remote/door",
+        ("HostBooks.reset", "self._parts.door.remote.reset()", "pass"),
     ),
     mutation(
         "fragments_that_changed_in_host_memory_are_stored",
         "I29 S1",
         "damaged host memory is sealed, and loaded elsewhere",
-        "remote/host_store",
+        "remote/door",
         (
             "HostBlocks.changed_in_host",
             "self._memory.changed_in_host(*self._fragments.of_blocks(groups, hosts))",
@@ -273,7 +273,7 @@ MUTATIONS = (
         "texts_without_objects_are_deleted_for_ever",
         "I30 S4",
         "a request that fails before its first block leaves the engine with work for ever",
-        "remote/tier model/store_walks",
+        "remote/tier model/remote_walks",
         (
             "RemoteTier.disown",
             "if names: self._disowned.add(mine, names, stored)",
@@ -298,15 +298,15 @@ MUTATIONS = (
     mutation(
         "moves_that_hung_count_for_ever",
         "S4",
-        "a store that hung once is never tried again",
+        "a remote that hung once is never tried again",
         "remote/tier",
         ("RemoteTier._end_late", "self.breaker.hanging -= 1", "pass"),
     ),
     mutation(
         "overdue_fetches_are_waited_for",
         "I19 S4",
-        "a request waits for a store that hangs",
-        "remote/tier remote/engines model/store_walks",
+        "a request waits for a remote that hangs",
+        "remote/tier remote/engines model/remote_walks",
         (
             "RemoteTier.poll",
             "m.deadline_s <= now and m.state is TransferState.IN_FLIGHT",
@@ -318,7 +318,7 @@ MUTATIONS = (
         "overdue_fetches_give_their_blocks_away",
         "I13",
         "a call that was given up writes into blocks that others have",
-        "remote/tier model/store_walks",
+        "remote/tier model/remote_walks",
         (
             "RemoteTier._expire",
             "self.host.quarantine(move.groups, move.hosts)",
@@ -347,7 +347,7 @@ MUTATIONS = (
         "objects_of_every_format_are_read",
         "I29 S1",
         "an object of an older format is loaded",
-        "remote/envelope remote/engines model/store_walks",
+        "remote/envelope remote/engines model/remote_walks",
         ("read_trailer", "version != FORMAT and is_whole", "False"),
     ),
     mutation(
@@ -355,7 +355,7 @@ MUTATIONS = (
         "S4",
         "a storage process that hangs holds up a batch for a minute for each of its objects",
         "remote/mooncake",
-        ("MooncakeStore._start_moves", "parts if self._moves else first_alone(parts)", "parts"),
+        ("MooncakeBackend._start_moves", "parts if self._moves else first_alone(parts)", "parts"),
     ),
     mutation(
         "batches_are_large_again_after_a_failure",
@@ -363,7 +363,7 @@ MUTATIONS = (
         "after a storage process was lost, a whole batch meets the next one",
         "remote/mooncake",
         (
-            "MooncakeStore._moved",
+            "MooncakeBackend._moved",
             "Outcome.FAILED not in outcomes and (self._moves or Outcome.OK in outcomes)",
             "self._moves or Outcome.OK in outcomes",
         ),
@@ -406,7 +406,7 @@ MUTATIONS = (
     mutation(
         "branches_are_not_spilled",
         "S7",
-        "a system prompt is computed by each engine, although all of them share a store",
+        "a system prompt is computed by each engine, although all of them share a remote",
         "remote/tier",
         (
             "Coordinator.seal_prefill",
@@ -418,41 +418,41 @@ MUTATIONS = (
         "requests_wait_the_same_whatever_is_at_stake",
         "S4",
         "a bucket that answers in 40 ms never hits",
-        "remote/slow_stores",
+        "remote/slow_backends",
         ("Seeker._begin", "wait_s = UNKNOWN_S if took is None else remote.patience * took", "wait_s = LEAST_S"),
     ),
     mutation(
         "all_wait_for_a_store_that_does_not_answer",
         "S4",
-        "each request waits in vain for a store that hangs",
-        "remote/slow_stores",
+        "each request waits in vain for a remote that hangs",
+        "remote/slow_backends",
         ("Seeker._begin", "remote.answer_s > max(wait_s, LEAST_S)", "False"),
     ),
     mutation(
         "late_answers_are_not_believed",
         "S7",
-        "what a slow store has is written again by each engine",
-        "remote/slow_stores",
+        "what a slow remote has is written again by each engine",
+        "remote/slow_backends",
         ("Seeker._end_look", "seek.is_late or state is SeekState.OVER", "state is SeekState.OVER"),
     ),
     mutation(
         "texts_are_spilled_before_their_answers",
         "S7",
-        "short prompts are written again, since they are computed before a slow store has answered",
-        "remote/slow_stores",
+        "short prompts are written again, since they are computed before a slow remote has answered",
+        "remote/slow_backends",
         ("Spills.ready", "text.asks", "False"),
     ),
     mutation(
         "tiles_that_a_store_has_lost_are_not_seen_by_questions",
         "S7",
         "a hit whose end is stored and whose beginning is not is never stored whole again",
-        "remote/host_store",
+        "remote/door",
         ("Seeker._end_look", "any(plan.tiles_of(n) > reach for n in seek.there)", "False"),
     ),
     mutation(
         "questions_share_one_time",
         "S4",
-        "a conversation's next turn finds nothing in the store while steps take longer than LEAST_S",
+        "a conversation's next turn finds nothing in the remote while steps take longer than LEAST_S",
         "remote/tier",
         (
             "Seeker._ask",
@@ -463,7 +463,7 @@ MUTATIONS = (
     mutation(
         "refused_deletes_are_waited_for",
         "S4",
-        "an engine has work for ever once a request has failed, if its store does not let it delete",
+        "an engine has work for ever once a request has failed, if its remote does not let it delete",
         "remote/tier",
         ("Disowned.num_hopeful", "text.tries < HOPEFUL", "True"),
         hangs=True,

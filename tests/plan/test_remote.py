@@ -1,4 +1,4 @@
-"""``kvtier plan --store``: sizes as the cache cuts texts into objects, times by the rates that the user gives."""
+"""``kvtier plan --remote``: sizes as the cache cuts texts into objects, times by the rates that the user gives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvtier.remote.envelope import TRAILER_BYTES
 from kvtier.remote.objects import ObjectPlan
 from runner.cli import main
 from runner.plan import Options, Plan, run
-from runner.plan.store import StoreSizes
+from runner.plan.remote import RemoteSizes
 
 MEMORY = ["--device-memory", "80GiB", "--host-memory", "200GiB"]
-STORE = ["--store", "10TiB", "--store-gbps", "5"]
+STORE = ["--remote", "10TiB", "--remote-gbps", "5"]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ LENGTHS = [1, 15, 16, 17, 63, 64, 65, 96, 97, 100, 112, 192, 511, 512, 513, 1000
 
 @pytest.mark.parametrize("spec", [CacheSpec(groups) for groups in SPECS.values()], ids=list(SPECS))
 def test_sizes_are_those_of_the_objects_that_texts_are_cut_into(spec: CacheSpec) -> None:
-    plan, sizes = ObjectPlan(spec), StoreSizes(spec)
+    plan, sizes = ObjectPlan(spec), RemoteSizes(spec)
     block_bytes = np.array([g.block_bytes for g in spec.groups])
     keys = np.arange(2 * 1040 // plan.link, dtype=np.uint64).reshape(-1, 2)
     for n in LENGTHS:
@@ -74,16 +74,16 @@ def test_sizes_are_those_of_the_objects_that_texts_are_cut_into(spec: CacheSpec)
 
 
 def planned(config: Any, **options: Any) -> Plan:
-    return run(config, Options("80GiB", "200GiB", **{"store": "10TiB", "store_gb_per_s": 5.0} | options))
+    return run(config, Options("80GiB", "200GiB", **{"remote": "10TiB", "remote_gb_per_s": 5.0} | options))
 
 
 def test_times_and_room_follow_from_the_sizes_and_the_rates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder), *MEMORY, *STORE, "--link-gbps", "50", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    store = found["store"]
-    assert store["num_bytes"] == 10 << 40 and store["gb_per_s"] == 5
-    assert store["big_blocks"] == {"full": 1280 << 10, "sliding": 6656 << 10} and store["tile_tokens"] == 0
-    for row, of in zip(found["lengths"], store["lengths"], strict=True):
+    remote = found["remote"]
+    assert remote["num_bytes"] == 10 << 40 and remote["gb_per_s"] == 5
+    assert remote["big_blocks"] == {"full": 1280 << 10, "sliding": 6656 << 10} and remote["tile_tokens"] == 0
+    for row, of in zip(found["lengths"], remote["lengths"], strict=True):
         assert of["tokens"] == row["tokens"]
         assert of["fetch_bytes"] == row["load_bytes"] + of["fetch_objects"] * TRAILER_BYTES
         assert of["read_amplification"] == of["fetch_bytes"] / row["load_bytes"]
@@ -95,14 +95,14 @@ def test_times_and_room_follow_from_the_sizes_and_the_rates(folder: Path, capsys
 
 def test_break_even_is_the_first_length_from_which_a_fetch_is_sooner() -> None:
     config = models.gemma_3_27b()
-    even = planned(config).store.break_even_tokens
+    even = planned(config).remote.break_even_tokens
     assert even == 272
     for context, sooner in ((even, True), (even - 16, False)):
         plan = planned(config, context=context)
-        row, of = next((r, s) for r, s in zip(plan.lengths, plan.store.lengths, strict=True) if r.tokens == context)
+        row, of = next((r, s) for r, s in zip(plan.lengths, plan.remote.lengths, strict=True) if r.tokens == context)
         assert (of.fetch_s < row.recompute_s) == sooner
-    assert planned(config, store_gb_per_s=1.0).store.break_even_tokens > even
-    assert planned(config, store_gb_per_s=0.01).store.break_even_tokens is None
+    assert planned(config, remote_gb_per_s=1.0).remote.break_even_tokens > even
+    assert planned(config, remote_gb_per_s=0.01).remote.break_even_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -116,15 +116,15 @@ def test_break_even_is_the_first_length_from_which_a_fetch_is_sooner() -> None:
 def test_a_hit_that_cannot_be_held_is_not_promised(
     folder: Path, capsys: pytest.CaptureFixture[str], device: str, host: str, context: int | None, row: int, why: str
 ) -> None:
-    plan = run(models.gemma_3_27b(), Options(device, host, context, store="10TiB", store_gb_per_s=5.0))
-    marked = {of.tokens: of.why_not for of in plan.store.lengths}
+    plan = run(models.gemma_3_27b(), Options(device, host, context, remote="10TiB", remote_gb_per_s=5.0))
+    marked = {of.tokens: of.why_not for of in plan.remote.lengths}
     assert marked[2048] == "" and marked[row] == why
-    assert [of.fetch_s is None for of in plan.store.lengths] == [bool(of.why_not) for of in plan.store.lengths]
-    longest = plan.store.longest_tokens
+    assert [of.fetch_s is None for of in plan.remote.lengths] == [bool(of.why_not) for of in plan.remote.lengths]
+    longest = plan.remote.longest_tokens
     assert 2048 <= longest < row and longest % 16 == 0
     for tokens, reason in ((longest, ""), (longest + 16, why)):
-        beside = run(models.gemma_3_27b(), Options(device, host, tokens, store="10TiB", store_gb_per_s=5.0))
-        assert {of.tokens: of.why_not for of in beside.store.lengths}[tokens] == reason
+        beside = run(models.gemma_3_27b(), Options(device, host, tokens, remote="10TiB", remote_gb_per_s=5.0))
+        assert {of.tokens: of.why_not for of in beside.remote.lengths}[tokens] == reason
     more = [] if context is None else ["--context", str(context)]
     assert main(["plan", str(folder), "--device-memory", device, "--host-memory", host, *STORE, *more]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -134,8 +134,8 @@ def test_a_hit_that_cannot_be_held_is_not_promised(
 
 def test_every_family_of_the_zoo_has_a_plan_with_a_store_and_a_huge_length_costs_no_time() -> None:
     for name in zoo.ZOO:
-        store = planned(zoo.config(name), context=2**31 - 2).store
-        assert store.lengths[0].texts > 0, name
+        remote = planned(zoo.config(name), context=2**31 - 2).remote
+        assert remote.lengths[0].texts > 0, name
 
 
 def test_the_tables_fit_80_columns_and_are_those_of_the_document(
@@ -148,7 +148,7 @@ def test_the_tables_fit_80_columns_and_are_those_of_the_document(
     text = " ".join(out.split())
     assert "90,112 7.28 GiB 5,696 1.0001x 1.71 s 13.5 s 7.91x" in text
     assert "90,112 7.29 GiB 5,697 416 MiB 1,404 127 M" in text
-    assert "A fetch from the store is sooner than computing from 272 tokens on." in text
+    assert "A fetch from the remote tier is sooner than computing from 272 tokens on." in text
     assert "Blocks that are objects by themselves: full 1.25 MiB, sliding 6.50 MiB." in text
     document = (Path(__file__).parents[2] / "docs" / "COMMANDS.md").read_text(encoding="utf-8")
     printed = "\n".join(line.rstrip() for line in out.splitlines())
@@ -168,7 +168,7 @@ def test_without_weights_times_to_compute_are_left_out(tmp_path: Path, capsys: p
 
 def test_without_a_store_nothing_is_said_of_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder), *MEMORY]) == 0
-    assert "store" not in capsys.readouterr().out
+    assert "remote" not in capsys.readouterr().out
 
 
 def test_the_picture_shows_the_times_too(folder: Path, tmp_path: Path) -> None:
