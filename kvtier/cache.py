@@ -37,7 +37,7 @@ from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.block_store import Backend
 from kvtier.remote.opening import open_remote, remote_namespace
-from kvtier.settings import read_settings
+from kvtier.settings import Options
 from kvtier.spec import CacheSpec, Kind
 from kvtier.stats import CacheStats, PoolStats, TransferStats
 from kvtier.warmup import warm_up
@@ -87,8 +87,9 @@ class KVCache:
         remote_uri: str | Backend | None = None,
         **unknown: Any,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name not in ("self", "spec", "unknown")}
         refuse("KVCache", unknown)
-        settings = read_settings(**{name: value for name, value in locals().items() if name not in ("self", "unknown")})
+        settings = Options(**options).read(spec)
         self.journal = Journal(journal_events)
         """The newest events of requests and copies, for ``explain``; none unless ``journal_events`` is given."""
         self.checks = Checks(settings.audit_level)

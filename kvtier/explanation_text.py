@@ -65,8 +65,8 @@ def _wait(wait: Wait) -> str:
 def _hit(hit: Hit) -> list[str]:
     first = f"admitted: {hit.tokens:,} of {hit.known_tokens:,} tokens hit"
     if hit.tokens:
-        store = f", {hit.remote_tokens:,} in the store" if hit.remote_tokens else ""
-        first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier{store})"
+        remote = f", {hit.remote_tokens:,} in the remote tier" if hit.remote_tokens else ""
+        first += f" ({hit.device_tokens:,} on the device, {hit.host_tokens:,} in the host tier{remote})"
     found = [first]
     if hit.limited_by and hit.missing_from == 0 == hit.full_tokens:
         found.append(f"no tier had its first block of {hit.limited_by}")

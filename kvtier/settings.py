@@ -40,33 +40,36 @@ class Settings:
             self.host_tier.check(self.device_tier.arena.num_bytes if self.device == "cpu" else 0)
 
 
-def read_settings(
-    *,
-    spec: CacheSpec,
-    device: str,
-    device_bytes: str | int | None,
-    host_bytes: str | int | None,
-    device_blocks: Mapping[str, int] | None,
-    host_blocks: Mapping[str, int] | None,
-    store: str,
-    verify: str,
-    on_load_error: str,
-    deadline_s: float,
-    model_id: str,
-    key_secret: bytes | None,
-    copy_engine: MakesEngine | str | None,
-    journal_events: int,
-    remote_uri: str | Backend | None,
-) -> Settings:
-    """Checks the arguments of ``KVCache``. Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``."""
-    check_spec(spec)
-    check_choices(store=store, verify=verify, on_load_error=on_load_error)
-    limit = seconds(deadline_s, "deadline_s")
-    check_identity(model_id, key_secret)
-    num_events(journal_events)
-    level, place = level_from_environment(), resolve_device(device)
-    on_device = device_tier(spec, place, device_bytes, device_blocks)
-    on_host = host_tier(spec, place, host_bytes, host_blocks)
-    if remote_uri is not None:
-        check_remote(remote_uri, on_host is not None, place, model_id, key_secret, store)
-    return Settings(place, on_device, on_host, limit, engine_factory(copy_engine, place, on_host is not None), level)
+@dataclass(frozen=True)
+class Options:
+    """``KVCache``'s options, as they are given there."""
+
+    device: str = "cpu"
+    device_bytes: str | int | None = None
+    host_bytes: str | int | None = 0
+    device_blocks: Mapping[str, int] | None = None
+    host_blocks: Mapping[str, int] | None = None
+    store: str = "eager"
+    verify: str = "off"
+    on_load_error: str = "recompute"
+    deadline_s: float = 30.0
+    model_id: str = ""
+    key_secret: bytes | None = None
+    copy_engine: MakesEngine | str | None = None
+    journal_events: int = 0
+    remote_uri: str | Backend | None = None
+
+    def read(self, spec: CacheSpec) -> Settings:
+        """Their meaning for these groups. Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``."""
+        check_spec(spec)
+        check_choices(store=self.store, verify=self.verify, on_load_error=self.on_load_error)
+        limit = seconds(self.deadline_s, "deadline_s")
+        check_identity(self.model_id, self.key_secret)
+        num_events(self.journal_events)
+        level, place = level_from_environment(), resolve_device(self.device)
+        on_device = device_tier(spec, place, self.device_bytes, self.device_blocks)
+        on_host = host_tier(spec, place, self.host_bytes, self.host_blocks)
+        if self.remote_uri is not None:
+            check_remote(self.remote_uri, on_host is not None, place, self.model_id, self.key_secret, self.store)
+        make_engine = engine_factory(self.copy_engine, place, on_host is not None)
+        return Settings(place, on_device, on_host, limit, make_engine, level)

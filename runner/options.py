@@ -8,28 +8,26 @@ Does not   know the free memory once the weights are there.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvtier import CacheSpec, ConfigError, KVCache
+from kvtier import CacheSpec, ConfigError
 from kvtier._integers import shown
 from kvtier.attention.flashinfer import Held
 from kvtier.cpu_offload.engines.cuda.link import check_software
-from kvtier.settings import read_settings
+from kvtier.settings import Options
 from kvtier.sizing import parse_bytes
 from runner import memory
 from runner.device import model_device
 from runner.memory import Memory
 
-_CACHE = inspect.signature(KVCache)
-CACHE_OPTIONS = [  # LLM has sizes as *_memory
-    name
-    for name in _CACHE.parameters
-    if name not in ("spec", "device", "unknown") and not name.endswith(("_bytes", "_blocks"))
+CACHE_OPTIONS = [
+    field.name for field in fields(Options) if field.name != "device" and not field.name.endswith(("_bytes", "_blocks"))
 ]
+"""Of ``KVCache``, those that ``LLM`` takes by the same name."""
 
 
 class Elsewhere(NamedTuple):
@@ -132,10 +130,8 @@ def check_cache(
     if host_memory is None:
         host_memory = 0 if options.get("remote_uri") is None else one_each
     sizes = memory.pool_sizes(one_each if device_memory is None else device_memory, host_memory, Held(0, 0))
-    arguments = _CACHE.bind(spec, device, **sizes, **options)
-    arguments.apply_defaults()
     with memory.named_as_given():
-        read_settings(**arguments.arguments).check_room()
+        Options(device, **sizes, **options).read(spec).check_room()
 
 
 def needs_tier(host_memory: Memory | None, has_remote: bool) -> bool:

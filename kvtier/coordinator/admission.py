@@ -254,5 +254,5 @@ class Admission:
 def _of_remote(seq: Tracked) -> str:
     """Why a request waits for the remote tier."""
     if seq.seek is not None and seq.seek.state is SeekState.FETCHING:
-        return f"{len(seq.seek.fetched):,} blocks of its prefix are being fetched from the remote"
+        return f"{len(seq.seek.fetched):,} blocks of its prefix are being fetched from the remote tier"
     return "the remote tier is asked for its prefix"

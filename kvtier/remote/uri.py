@@ -78,9 +78,9 @@ def parse_uri(uri: str) -> RemoteURI:
         parts = urlsplit(uri)
         port = parts.port
     except (ValueError, AttributeError, TypeError) as problem:
-        raise ConfigError(f"{shown(uri)} is no backend: {problem}; use {ACCEPTED}") from None
+        raise ConfigError(f"{shown(uri)} is no URI of a remote tier: {problem}; use {ACCEPTED}") from None
     if parts.scheme not in _OPENERS:
-        raise ConfigError(f"{shown(uri)} is no backend; use {ACCEPTED}")
+        raise ConfigError(f"{shown(uri)} is no URI of a remote tier; use {ACCEPTED}")
     if parts.username or parts.password:
         raise ConfigError("a backend's URI holds no credentials; give them to the process as its environment")
     if parts.fragment:

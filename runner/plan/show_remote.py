@@ -15,7 +15,7 @@ def remote_table(plan: Plan, remote: RemotePlan) -> Table:
     columns = ("tokens", "bytes\nto fetch", "objects", "read\nampl.", "time\nto fetch") + (
         ("time to\nrecompute", "fetch is\nsooner by") if known else ()
     )
-    title = f"Fetching a request from a remote tier at {remote.gb_per_s:g} GB/s, against computing it again"
+    title = f"Fetching a request at {remote.gb_per_s:g} GB/s, against computing it again"
     table = plain_table(title, (), columns)
     for length, of in zip(plan.lengths, remote.lengths, strict=True):
         ampl = "-" if of.read_amplification is None else f"{of.read_amplification:.4f}x"
@@ -30,7 +30,7 @@ def remote_table(plan: Plan, remote: RemotePlan) -> Table:
 
 def holds_table(plan: Plan, remote: RemotePlan) -> Table:
     """What a text takes, and how many the remote tier holds."""
-    columns = ("tokens", "a text\ntakes", "objects", "one more\nend", "remote\ntexts", "remote\ntokens")
+    columns = ("tokens", "a text\ntakes", "objects", "one more\nend", "texts\nheld", "tokens\nheld")
     table = plain_table(f"What {size(remote.num_bytes)} of a remote tier hold", (), columns)
     for length, of in zip(plan.lengths, remote.lengths, strict=True):
         row = [tokens_of(length.tokens, length.beyond_model), size(of.text_bytes), f"{of.text_objects:,}"]
@@ -56,7 +56,8 @@ def remote_notes(remote: RemotePlan) -> list[str]:
     big = ", ".join(f"{name} {size(n)}" for name, n in remote.big_blocks.items())
     packed = [f"Blocks that are objects by themselves: {big}."] if big else []
     if remote.tile_bytes:
-        packed.append(f"Small full-attention blocks: tiles of {remote.tile_tokens:,} tokens, {size(remote.tile_bytes)}")
+        tile = size(remote.tile_bytes)
+        packed.append(f"Small full-attention blocks: tiles of {remote.tile_tokens:,} tokens, {tile}.")
     if remote.most_end_bytes:
         packed.append(f"Small blocks of a hit's end: one object, {size(remote.most_end_bytes)} at most.")
     reasons = dict.fromkeys(of.why_not for of in remote.lengths if of.why_not)
@@ -65,7 +66,7 @@ def remote_notes(remote: RemotePlan) -> list[str]:
     packed.append(f"If a part of the hit is here, the fetch reads at most {in_vain} that was not asked for.")
     return [
         *([f"Not fetched, in tokens: {'; '.join(absent)}."] if absent else []),
-        f"time to fetch: {seconds(remote.call_s)} for the call, the bytes at {remote.gb_per_s:g} GB/s (--store-gbps), "
+        f"time to fetch: {seconds(remote.call_s)} for the call, the bytes at {remote.gb_per_s:g} GB/s (--remote-gbps), "
         "and their way from the host to the device; read ampl.: bytes to fetch over the bytes of the blocks.",
         " ".join(packed),
         "a text takes: the objects of a prompt; if it ends with a block, those of the hit on all but its last token "

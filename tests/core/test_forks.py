@@ -129,7 +129,7 @@ def test_a_store_in_a_child_fails_each_call_at_once_and_stays_its_parents(uri, t
         for ticket, move in enumerate((store.put, store.get), 20):
             move(ticket, ["a"], [[piece]], 60.0)
             told.append(ended(ticket))
-        assert all(line.startswith("failed this store is of the process") for line in told), told
+        assert all(line.startswith("failed this backend is of the process") for line in told), told
         return str(store.close(60.0))
 
     store.put(1, ["a"], [[piece]], 60.0)

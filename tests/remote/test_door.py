@@ -404,7 +404,7 @@ def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
         ({"remote_uri": "file:///tmp"}, "remote_uri needs model_id and key_secret"),
         ({"remote_uri": "file:///tmp", "model_id": "m"}, "remote_uri needs model_id and key_secret"),
         ({"remote_uri": "/tmp", **ID}, "remote_uri must be such as file:///var/kv"),
-        ({"remote_uri": "gopher://x", **ID}, "is no remote; use file:///"),
+        ({"remote_uri": "gopher://x", **ID}, "is no URI of a remote tier; use file:///"),
         ({"model_id": 7}, "model_id must be a string"),
         ({"key_secret": "s"}, "key_secret must be bytes"),
     ],

@@ -172,7 +172,7 @@ def test_a_question_that_is_not_answered_costs_a_share_of_the_prefill(shared_ser
     other.store.hold = True
     other.add("a", prompt(0, 50), 3)
     other.step()
-    assert "store" in other.scheduler.why_waiting()["a"]
+    assert "remote" in other.scheduler.why_waiting()["a"]
     other.add("b", prompt(1, 3), 1)
     other.steps_until(lambda: "b" in other.finished)
     assert "a" not in other.finished, "others have passed it"
@@ -227,7 +227,7 @@ def test_an_overdue_fetch_is_given_up_and_its_blocks_come_back_when_it_has_ended
     other.step()
     other.store.end("look")
     other.step()
-    assert "store" in other.scheduler.why_waiting()["a"]
+    assert "remote" in other.scheduler.why_waiting()["a"]
     other.engine.clock_s += 6
     other.steps_until(lambda: "a" in other.finished)
     assert other.finished["a"].cached_tokens == NOTHING
@@ -725,10 +725,10 @@ def test_a_request_that_is_loaded_from_what_was_fetched_says_so_in_its_explanati
 
     story = explain(other.cache.journal.since(), "a")
     assert (story.hits[0].remote_tokens, story.hits[0].sources) == (48, [(0, 48, "remote"), (48, 50, "computed")])
-    assert "48 in the remote" in str(story)
+    assert "48 in the remote tier" in str(story)
     asked, fetched = [wait.why for wait in story.waits if wait.reason == "transfer"]
     assert asked == "the remote tier is asked for its prefix"
-    assert fetched.endswith("blocks of its prefix are being fetched from the remote")
+    assert fetched.endswith("blocks of its prefix are being fetched from the remote tier")
     assert other.cache.stats().waits["transfer"] == 2
 
 

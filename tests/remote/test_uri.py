@@ -45,9 +45,9 @@ def test_options() -> None:
         ("", "use file:///directory, memory://"),
         ("/var/kv", "use file:///directory, memory://"),
         ("redis://host:1", "mooncake://host:port"),
-        ("s3://bucket:99999", "is no remote"),
-        (7, "is no remote"),
-        (b"file:///a", "is no remote"),
+        ("s3://bucket:99999", "is no URI of a remote tier"),
+        (7, "is no URI of a remote tier"),
+        (b"file:///a", "is no URI of a remote tier"),
         ("file://var/kv", "three slashes"),
         ("file:var", "three slashes"),
         ("memory://a/b", "no path"),
@@ -98,7 +98,7 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("uri", ["memory://", "s3://bucket"])
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[store\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kvtier\[remote\]'"):
         open_backend(uri)
 
 

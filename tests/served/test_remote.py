@@ -139,12 +139,12 @@ def test_a_store_needs_no_size_of_the_host_tier(no_weights):
 @pytest.mark.parametrize(
     ("uri", "says"),
     [
-        ("s4://x", "is no remote"),
+        ("s4://x", "is no URI of a remote tier"),
         ("s3://b?thread=8", "unknown option 'thread'"),
         ("file:///v?digest=sha", "digest=sha is none of"),
         ("mooncake://h:1?foo=1", "no option 'foo'"),
         ("mooncake://h:1", r"pip install 'kvtier\[mooncake\]'"),
-        ("s3://v", r"pip install 'kvtier\[store\]'"),
+        ("s3://v", r"pip install 'kvtier\[remote\]'"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_refused_before_weights_are_read(monkeypatch, no_weights, uri, says):
@@ -206,4 +206,4 @@ def test_the_demo_kills_an_engine_and_finds_its_blocks_again(capsys, monkeypatch
         monkeypatch.setattr("runner.demo_shared.Engine", InProcess)
     assert main(["demo", "--shared", "--tokens", "1500", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [one["cached"].get("store", 0) > 1400 for one in report["answers"]] == [False, True, True, False, True]
+    assert [one["cached"].get("remote", 0) > 1400 for one in report["answers"]] == [False, True, True, False, True]

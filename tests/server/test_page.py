@@ -85,7 +85,7 @@ def test_pools_requests_and_sources_are_shown_as_they_change(tab: browser.Tab, p
     assert "device 288, computed 12" in told and "300 + 2" in told and "length" in told
     figures = "[...document.querySelectorAll('#pools figure')]"
     assert tab.run(f"{figures}.length") == 6
-    assert tab.run("document.getElementById('store')") is None and "store" not in tab.run(TEXT.format("sources"))
+    assert tab.run("document.getElementById('remote')") is None and "remote" not in tab.run(TEXT.format("sources"))
     full = f"{figures}.find((f) => f.textContent.startsWith('full, device'))"
     stats = pages.llm.cache.stats().device["full"]
     tab.until(f"{full}.textContent.includes('cached {stats.cached:,} (')")
@@ -106,31 +106,31 @@ def test_a_store_is_shown_if_there_is_one(
         tab.until(SERVES)
         prompt = next(prompts)
         send(tab, prompt)
-        assert tab.run(RUNS) == ["store", "computed", "generated"]
-        row = "[...document.querySelectorAll('#finished tr')].find((r) => r.textContent.includes('store 288'))"
-        assert "store 288, computed 12" in tab.until(f"{row}?.innerText")
-        tab.until(f"{TEXT.format('store')}.includes('file, in use')")
+        assert tab.run(RUNS) == ["remote", "computed", "generated"]
+        row = "[...document.querySelectorAll('#finished tr')].find((r) => r.textContent.includes('remote 288'))"
+        assert "remote 288, computed 12" in tab.until(f"{row}?.innerText")
+        tab.until(f"{TEXT.format('remote')}.includes('file, in use')")
         stats = llm.cache.stats().remote
         assert stats is not None
-        tab.until(f"{TEXT.format('store')}.includes('fetched {stats.fetched_objects} · questions {stats.looks}')")
-        assert "store" in tab.run(TEXT.format("sources"))
+        tab.until(f"{TEXT.format('remote')}.includes('fetched {stats.fetched_objects} · questions {stats.looks}')")
+        assert "remote" in tab.run(TEXT.format("sources"))
         assert tab.run("document.querySelectorAll('#pools figure').length") == 6 + 2
         tab.run("[...document.querySelectorAll('#finished button')].at(-1).click()")
-        tab.until(f"{TEXT.format('request-body')}.includes('blocks of its prefix are being fetched from the store')")
-        assert tab.run("document.querySelector('#request-body .bar-text').textContent") == "store 288, computed 12"
+        tab.until(f"{TEXT.format('request-body')}.includes('are being fetched from the remote tier')")
+        assert tab.run("document.querySelector('#request-body .bar-text').textContent") == "remote 288, computed 12"
         tab.press("Escape")
         assert tab.run(CONTRAST) == []
         remote = llm.cache.core.coordinator.remote
         for _ in range(3):
             remote.breaker.on_end(Tried.MOVE, False, remote.now())
         monkeypatch.setattr(remote.counts, "damaged_objects", 2)
-        tab.until(f"{TEXT.format('store')}.includes('left alone after failures')")
-        tab.until(f"{TEXT.format('store')}.includes('damaged 2')")
-        assert tab.run("document.getElementById('store').classList.contains('bad')")
+        tab.until(f"{TEXT.format('remote')}.includes('left alone after failures')")
+        tab.until(f"{TEXT.format('remote')}.includes('damaged 2')")
+        assert tab.run("document.getElementById('remote').classList.contains('bad')")
         monkeypatch.setattr(remote, "is_on", False)
-        tab.until(f"{TEXT.format('store')}.includes('left alone since the cache was reset')")
+        tab.until(f"{TEXT.format('remote')}.includes('left alone since the cache was reset')")
         remote.breaker.on_end(Tried.MOVE, True, remote.now())
-        assert len({*tab.run(ACCENTS), tab.run(ACCENT.replace("CLS", "store"))}) == 5
+        assert len({*tab.run(ACCENTS), tab.run(ACCENT.replace("CLS", "remote"))}) == 5
         tab.size(*PHONE, is_phone=True)
         assert tab.run("[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
         assert tab.problems == []

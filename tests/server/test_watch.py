@@ -28,7 +28,6 @@ from runner.server.page.snapshot import PLACES, Snapshots
 from server.running import Running, gate, serving
 
 SECRET = "w7 w8 w9"
-OTHER = ("waiting.stores", "stored_bytes", "failed_stores")  # of the host tier
 
 
 @pytest.fixture(autouse=True)
@@ -106,8 +105,8 @@ def test_a_store_is_told_of_if_there_is_one(
     web: httpx.Client, running: Running, stored: tuple[AsyncLLM, Iterator[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without = Snapshots(running.server.served, running.server.served.finished)
-    assert not [name for name in without.columns if "store" in name and name not in OTHER]
-    assert (without.facts()["store"], without.take(0)["store"]) == (None, None)
+    assert not [name for name in without.columns if "remote" in name]
+    assert (without.facts()["remote"], without.take(0)["remote"]) == (None, None)
     llm, prompts = stored
     with serving(llm) as one, httpx.Client(base_url=one.url, timeout=PATIENCE_S) as client:
         one.server.config.app.state.sampler.every_s = 0.02
@@ -117,20 +116,20 @@ def test_a_store_is_told_of_if_there_is_one(
             (_, past), (_, told) = [next(events) for _ in range(3)][1:]
         found, stats = numbers(past, told), llm.cache.stats()
         assert stats.remote is not None
-        assert (past["server"]["store"], told["store"]) == ({"kind": "file"}, "on")
-        assert found["tokens.store"] == stats.prefix_tokens["remote"] >= 288
+        assert (past["server"]["remote"], told["remote"]) == ({"kind": "file"}, "on")
+        assert found["tokens.remote"] == stats.prefix_tokens["remote"] >= 288
         assert sum(found[f"tokens.{source}"] for source in ("device", "host", "remote", "computed")) \
             == stats.prefix_tokens["queried"]  # fmt: skip
-        assert found["store.fetched_bytes"] == stats.remote.fetched_bytes > 0
+        assert found["remote.fetched_bytes"] == stats.remote.fetched_bytes > 0
         last = told["finished"][-1]
         assert [last[name] for name in ("device", "host", "remote", "prompt")] == [0, 0, 288, 300]
         snapshots, remote = Snapshots(one.server.served, one.server.served.finished), llm.cache.core.coordinator.remote
         for _ in range(3):
             remote.breaker.on_end(Tried.MOVE, False, 0.0)
-        assert snapshots.take(0)["store"] == "alone"
+        assert snapshots.take(0)["remote"] == "alone"
         remote.breaker.on_end(Tried.MOVE, True, 0.0)
         monkeypatch.setattr(remote, "is_on", False)
-        assert snapshots.take(0)["store"] == "off"
+        assert snapshots.take(0)["remote"] == "off"
 
 
 def test_blocks_that_loads_bring_are_told_apart(

@@ -91,7 +91,7 @@ class Behind:
         self._asked_s = min(self._asked_s, now)
         if now - self._asked_s >= FACTS_S:
             self._is_late = True
-            logger.warning("kvtier: a worker has told nothing of itself; until it does there is no remote")
+            logger.warning("kvtier: a worker has told nothing of itself; until it does there is no remote tier")
         return not self._is_late
 
     def step_begins(self, output: Any) -> None:

@@ -81,7 +81,7 @@ def moving() -> Iterator[Serving]:
 
     before, serving = made(), made()
     before.serve("a", prompt(0, 50), 1)
-    store = serving.cache.core.coordinator.remote.store
+    store = serving.cache.core.coordinator.remote.backend
     store.hold = True
     serving.add("b", prompt(1, 30), 1)
     serving.steps_until(lambda: store.end("look") or any(what == "put" for what, _ in store.calls.values()))
