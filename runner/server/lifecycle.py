@@ -32,7 +32,7 @@ log = logging.getLogger("kvtier.server")
 
 _OTHER_FILES = 512
 _LEAST_BACKLOG = 128
-"""Connections that the kernel keeps until they are accepted; beyond these, clients try again after seconds."""
+"""Connections that the kernel keeps until they are accepted. Clients that find no room try again after seconds."""
 _TELL_S = 3.0
 """For aborted requests to tell their clients so."""
 _CLOSE_S = 1

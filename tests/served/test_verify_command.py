@@ -29,7 +29,7 @@ from kvtier.warmup import warm_up
 from runner import verify
 from runner.cli import main
 from runner.model import HybridModel
-from runner.verify import Status, kit
+from runner.verify import Status, kit, scenarios
 from runner.verify.cold import Cold
 from runner.verify.compare import Comparing
 from runner.verify.plan import Plan, _lengths
@@ -40,6 +40,12 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 4}
 SMALL_ARGUMENTS = ["--tokens", "120", "--prompts", "2", "--new-tokens", "4"]
 BLOCK = 16
+
+
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that never fail are not waited for as long."""
+    monkeypatch.setattr(scenarios, "_ROUNDS", 4)
 
 
 def only(result: verify.Report, name: str) -> verify.Result:
@@ -341,7 +347,7 @@ def test_a_reset_that_forgets_one_tier_only_is_found(
     assert "not kept: nothing is found after a reset" in only(report, "reset").violations
 
 
-@pytest.mark.usefixtures("unaudited")
+@pytest.mark.usefixtures("unaudited", "few_rounds")
 def test_checksums_that_find_nothing_are_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +413,7 @@ def test_of_every_scenario_it_is_tried_whether_it_passes_without_having_happened
     assert {name for name, _ in UNFORCED} == set(BY_NAME)
 
 
-@pytest.mark.usefixtures("unaudited")
+@pytest.mark.usefixtures("unaudited", "few_rounds")
 @pytest.mark.parametrize(("name", "unforced"), sample(UNFORCED, {row[0]: row for row in reversed(UNFORCED)}.values()))
 def test_a_scenario_that_did_not_happen_does_not_pass(
     family: Callable[[str], Family], name: str, unforced: dict[str, Any]
@@ -419,7 +425,7 @@ def test_a_scenario_that_did_not_happen_does_not_pass(
     assert not report.ok
 
 
-@pytest.mark.usefixtures("unaudited")
+@pytest.mark.usefixtures("unaudited", "few_rounds")
 def test_without_a_host_tier_the_command_says_what_was_not_exercised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
