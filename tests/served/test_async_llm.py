@@ -160,6 +160,7 @@ def test_who_reads_slowly_keeps_nobody_waiting_and_finds_all_at_once(llm: AsyncL
         await collect(llm)
         while llm.engine.has_requests():
             await asyncio.sleep(0.005)
+        await asyncio.wrap_future(llm.thread.call(lambda: None))  # what the last step has made is told
         rest = await anext(slow)
         assert rest.finished and len(first.token_ids) + len(rest.token_ids) == 200
 
