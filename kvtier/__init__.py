@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
     from kvtier.cpu_offload.outside import Fragment, OutsideGroup
-    from kvtier.errors import (
+    from kvtier.events import EventKind, KVEvent, KVEvents
+    from kvtier.explanation import Explanation, explain
+    from kvtier.host_parts import HostHit
+    from kvtier.host_plan import HostPlan
+    from kvtier.host_text import HostText
+    from kvtier.host_tier import HostTier
+    from kvtier.host_worker import HostWorker
+    from kvtier.kv_scales import KVScales
+    from kvtier.machine.errors import (
         AttentionUnavailable,
         CacheClosed,
         ConfigError,
@@ -31,18 +39,10 @@ if TYPE_CHECKING:
         TransferError,
         UnsupportedModel,
     )
-    from kvtier.events import EventKind, KVEvent, KVEvents
-    from kvtier.explanation import Explanation, explain
-    from kvtier.host_parts import HostHit
-    from kvtier.host_plan import HostPlan
-    from kvtier.host_text import HostText
-    from kvtier.host_tier import HostTier
-    from kvtier.host_worker import HostWorker
-    from kvtier.journal import Event, Journal
-    from kvtier.kv_scales import KVScales
+    from kvtier.machine.journal import Event, Journal
+    from kvtier.machine.stats import CacheStats
     from kvtier.relayed_books import RelayedBooks
     from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
-    from kvtier.stats import CacheStats
     from kvtier.warmup import WarmUp, warm_up
 
 __version__ = "0.1.0"
@@ -103,7 +103,7 @@ _HOMES = {
     "kvtier.coordinator.request": "FinishedRequest Request Shortage",
     "kvtier.coordinator.scheduler": "Scheduler",
     "kvtier.coordinator.step": "GroupView Step",
-    "kvtier.errors": (
+    "kvtier.machine.errors": (
         "AttentionUnavailable CacheClosed ConfigError DeviceUnavailable DuplicateRequest InvalidRequest "
         "InvariantBroken KVTierError MemoryUnavailable RequestTooLarge StepError TransferError "
         "UnsupportedModel"
@@ -116,11 +116,11 @@ _HOMES = {
     "kvtier.host_text": "HostText",
     "kvtier.host_tier": "HostTier",
     "kvtier.host_worker": "HostWorker",
-    "kvtier.journal": "Event Journal",
+    "kvtier.machine.journal": "Event Journal",
     "kvtier.kv_scales": "KVScales",
     "kvtier.relayed_books": "RelayedBooks",
     "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
-    "kvtier.stats": "CacheStats",
+    "kvtier.machine.stats": "CacheStats",
     "kvtier.warmup": "WarmUp warm_up",
 }
 """Each module, and the names that it gives to the package."""

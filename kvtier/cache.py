@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvtier import capacity
-from kvtier._integers import integer, shown
 from kvtier.audit.run import AuditLevel, Checks, Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
@@ -27,10 +26,12 @@ from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.device import check_device_memory
-from kvtier.errors import ConfigError
-from kvtier.journal import Journal
 from kvtier.keys import KeyChain
+from kvtier.machine.device import check_device_memory
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import integer, shown
+from kvtier.machine.journal import Journal
+from kvtier.machine.stats import CacheStats, PoolStats, TransferStats
 from kvtier.options import refuse
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
@@ -39,7 +40,6 @@ from kvtier.remote.block_store import Backend
 from kvtier.remote.opening import open_remote, remote_namespace
 from kvtier.settings import Options
 from kvtier.spec import CacheSpec, Kind
-from kvtier.stats import CacheStats, PoolStats, TransferStats
 from kvtier.warmup import warm_up
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvtier.journal import (
+from kvtier.machine.journal import (
     Admitted,
     Arrived,
     Copied,
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass
 class Hit:
-    """One admission. Tokens and blocks as in ``kvtier.journal.Admitted``; ``at_s`` counts from the arrival."""
+    """One admission. Tokens and blocks as in ``kvtier.machine.journal.Admitted``; ``at_s`` counts from the arrival."""
 
     at_s: float
     known_tokens: int

@@ -39,8 +39,9 @@ from kvtier.host_parts import HostParts, Rows
 from kvtier.host_plan import HostPlan
 from kvtier.host_store import RemoteDoor
 from kvtier.host_text import HostText
-from kvtier.journal import Journal
 from kvtier.layout import Layout
+from kvtier.machine.journal import Journal
+from kvtier.machine.stats import LatencyStats, PoolStats, RemoteStats, TransferStats
 from kvtier.options import wait_seconds
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
@@ -48,7 +49,6 @@ from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.tier import RemoteTier
-from kvtier.stats import LatencyStats, PoolStats, RemoteStats, TransferStats
 
 KeyArray = npt.NDArray[np.uint64]
 

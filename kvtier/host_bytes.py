@@ -18,8 +18,8 @@ from kvtier.cpu_offload.fragments import FragmentEngine
 from kvtier.cpu_offload.host_blocks import HostBlocks
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.errors import ConfigError
 from kvtier.host_plan import HostPlan, check_plan
+from kvtier.machine.errors import ConfigError
 from kvtier.pools.arena import Arena
 
 if TYPE_CHECKING:

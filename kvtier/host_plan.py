@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier._integers import shown
 from kvtier.cpu_offload.fragments import Fragments
 from kvtier.cpu_offload.outside import OutsideGroup, OutsideSpec
-from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout
+from kvtier.machine.errors import ConfigError, MemoryUnavailable
+from kvtier.machine.integers import shown
 from kvtier.options import check_choices
 from kvtier.sizing import parse_bytes
 

@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
-from kvtier._integers import shown
-from kvtier.errors import InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.host_parts import HostHit, HostParts
 from kvtier.host_store import Sought
+from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
+from kvtier.machine.errors import InvalidRequest, StepError
+from kvtier.machine.integers import shown
 from kvtier.pools.block_pool import Col, Ids
 from kvtier.spec import Kind
 

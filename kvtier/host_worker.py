@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._arguments import check_type
-from kvtier._integers import integer, shown
 from kvtier.cpu_offload.connector import LONGEST_WAIT_S
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.by_name import MakesEngine
 from kvtier.cpu_offload.relay import End, Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.cpu_offload.wiping import Wiper
-from kvtier.errors import ConfigError
 from kvtier.host_bytes import HostBytes
 from kvtier.host_plan import HostPlan
+from kvtier.machine.arguments import check_type
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import integer, shown
+from kvtier.machine.stats import LinkStats
 from kvtier.options import check_identity, seconds, wait_seconds
 from kvtier.remote.block_store import Backend
 from kvtier.remote.check import check_uri
 from kvtier.remote.opening import open_worker
 from kvtier.remote.relay import RemoteWorker
-from kvtier.stats import LinkStats
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvtier._integers import shown
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import shown
 
 _SMALLEST = 2.0**-126
 """The smallest normal float32: some devices take smaller numbers for zero."""

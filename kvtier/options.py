@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvtier._integers import number, shown
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import number, shown
 from kvtier.spec import CacheSpec
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
-from kvtier.device import resolve_device
-from kvtier.journal import num_events
+from kvtier.machine.device import resolve_device
+from kvtier.machine.journal import num_events
 from kvtier.options import check_choices, check_identity, check_spec, seconds
 from kvtier.pools.tier import Tier, device_tier, host_tier
 from kvtier.remote.block_store import Backend

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvtier._integers import integer, shown
-from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout
+from kvtier.machine.errors import ConfigError, MemoryUnavailable
+from kvtier.machine.integers import integer, shown
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 _UNITS = {"": 1, "b": 1}

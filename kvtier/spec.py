@@ -15,9 +15,9 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any, assert_never
 
-from kvtier._integers import integer, shown
-from kvtier.errors import ConfigError
 from kvtier.kv_scales import KVScales, layer_row
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import integer, shown
 
 _BOUND = 2**31
 """Sizes are below this, and so is the unit of prefix hits."""

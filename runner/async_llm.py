@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request, Violation
-from kvtier._integers import shown
+from kvtier.machine.integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, Overloaded
 from runner.inputs import Given, Prompt

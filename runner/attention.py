@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvtier.attention.fp8 import layer_scales
-from kvtier.errors import UnsupportedModel
+from kvtier.machine.errors import UnsupportedModel
 from kvtier.spec import CacheSpec, Kind
 
 NAME = "kvtier"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import shown
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.integers import shown
 
 
 def tokens_of(words: Sequence[str], tokenizer: Any) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtier import CacheStats
-from kvtier.stats import LatencyStats, RemoteStats
+from kvtier.machine.stats import LatencyStats, RemoteStats
 from runner.metric_families import Distribution, Families, Labels
 
 PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")

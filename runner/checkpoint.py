@@ -33,8 +33,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from kvtier._integers import shown
-from kvtier.errors import ConfigError, UnsupportedModel
+from kvtier.machine.errors import ConfigError, UnsupportedModel
+from kvtier.machine.integers import shown
 from kvtier.spec import DTYPE_ALIASES
 from runner import (
     gguf,

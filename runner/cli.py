@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("kvtier: interrupted", file=sys.stderr)
         return 130
     except Exception as problem:
-        from kvtier.errors import KVTierError  # late, since it takes seconds to import
+        from kvtier.machine.errors import KVTierError  # late, since it takes seconds to import
 
         if not isinstance(problem, KVTierError):
             raise

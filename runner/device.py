@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from kvtier._integers import shown
-from kvtier.device import device_name, resolve_device
-from kvtier.errors import ConfigError
+from kvtier.machine.device import device_name, resolve_device
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import shown
 
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?", re.ASCII)
 

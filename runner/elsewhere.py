@@ -12,8 +12,8 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kvtier._integers import shown
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.integers import shown
 
 _NOT_YET = "is not supported"
 _NO_BEAMS = "is not supported: there is no beam search"

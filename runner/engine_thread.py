@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from kvtier import CacheClosed, FinishedRequest, KVTierError, Request
-from kvtier.forks import of_another_process, watch
-from kvtier.wakeup import Wakeup
+from kvtier.machine.forks import of_another_process, watch
+from kvtier.machine.wakeup import Wakeup
 from runner.engine import Engine
 from runner.errors import EngineDead
 from runner.sampling_state import SamplingState

@@ -15,7 +15,7 @@ KVTierError
 
 from __future__ import annotations
 
-from kvtier.errors import KVTierError
+from kvtier.machine.errors import KVTierError
 
 
 class RunnerError(KVTierError):

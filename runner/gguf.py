@@ -21,8 +21,8 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from kvtier.errors import UnsupportedModel
 from kvtier.integrations.transformers import text_config
+from kvtier.machine.errors import UnsupportedModel
 from runner.errors import MissingPackage, ModelLoadError
 from runner.gguf_header import MAGIC, Header, read_header
 

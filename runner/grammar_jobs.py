@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvtier import CacheClosed, InvalidRequest
-from kvtier.forks import watch
+from kvtier.machine.forks import watch
 from runner import grammar_child
 from runner.errors import GrammarFailed
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import InvalidRequest
-from kvtier._integers import shown
+from kvtier.machine.integers import shown
 from runner.model import HybridModel
 
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]

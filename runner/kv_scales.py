@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import ConfigError
-from kvtier._integers import shown
+from kvtier.machine.integers import shown
 from kvtier.spec import DTYPE_BYTES, dtype_name
 from runner import checkpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from kvtier import CacheClosed, InvalidRequest, Violation
-from kvtier._integers import shown
+from kvtier.machine.integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, ForwardFailed
 from runner.inputs import Prompt, as_list

@@ -162,7 +162,7 @@ def automatic_host(device: torch.device) -> int:
 
 def _quarter_of_ram() -> int:
     """A quarter of the available memory. Raises ``MemoryUnavailable`` if it is next to nothing."""
-    from kvtier.memory_limits import available_ram_bytes
+    from kvtier.machine.memory_limits import available_ram_bytes
 
     ram = available_ram_bytes()
     if ram < 1 << 20:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtier import CacheSpec, ConfigError
-from kvtier._integers import shown
 from kvtier.attention.flashinfer import Held
 from kvtier.cpu_offload.engines.cuda.link import check_software
+from kvtier.machine.integers import shown
 from kvtier.settings import Options
 from kvtier.sizing import parse_bytes
 from runner import memory

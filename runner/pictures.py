@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.errors import MissingPackage
 
 

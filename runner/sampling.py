@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._integers import shown
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.integers import shown
 from runner.elsewhere import refusing_by_name
 from runner.structured_outputs import StructuredOutputs
 

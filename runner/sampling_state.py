@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
 from runner.bad_words import Ban
 from runner.errors import RunnerError
 from runner.matching import Matcher

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.paged import Paged, paged_from_table
-from kvtier.errors import KVTierError, UnsupportedModel
+from kvtier.machine.errors import KVTierError, UnsupportedModel
 from kvtier.spec import CacheSpec, GroupSpec
 from runner import masks
 from runner.attention import NAME

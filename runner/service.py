@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, KVTierError, Request, Scheduler
-from kvtier._integers import shown
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.running import check_limits
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.publisher import KVEventPublisher
+from kvtier.machine.integers import shown
 from runner import checkpoint, graphs, memory, model_identity, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of

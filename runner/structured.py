@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
 from runner.errors import MissingPackage
 from runner.grammar_child import said
 from runner.grammar_jobs import Compilations

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvtier._integers import shown
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.integers import shown
 from runner.schema import not_enforced
 
 MAX_CHARACTERS = 2**17

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvtier import Event, Explanation, Journal, explain
 from kvtier.explanation import Hit
-from kvtier.journal import Admitted, Copied, Ended, PushedOut
+from kvtier.machine.journal import Admitted, Copied, Ended, PushedOut
 from runner.errors import MissingPackage
 from runner.explanations import Explanations
 

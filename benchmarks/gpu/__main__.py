@@ -41,8 +41,8 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def why_not() -> str:
     """Why this machine cannot run it; "" if it can."""
     from kvtier.cpu_offload.engines.cuda.link import check_software
-    from kvtier.device import resolve_device
-    from kvtier.errors import DeviceUnavailable
+    from kvtier.machine.device import resolve_device
+    from kvtier.machine.errors import DeviceUnavailable
 
     try:
         resolve_device("cuda:0")

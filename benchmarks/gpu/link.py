@@ -20,7 +20,7 @@ from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.cuda.runtime import DeviceSums
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.layout import Layout
-from kvtier.memory_limits import limits
+from kvtier.machine.memory_limits import limits
 from kvtier.pools.arena import Arena
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 

@@ -27,7 +27,7 @@ from kvtier.attention._decode_loops import (
     plan_pieces,
     write_slots,
 )
-from kvtier.errors import StepError
+from kvtier.machine.errors import StepError
 from kvtier.spec import Attention, Kind
 
 Floats = npt.NDArray[np.float32]

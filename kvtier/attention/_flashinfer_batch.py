@@ -18,7 +18,7 @@ from torch import Tensor
 from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Lane, PlanKey, Wrappers
 from kvtier.attention.kernels import words
 from kvtier.attention.paged import Bounds, Int64s, Paged, faults
-from kvtier.errors import InvariantBroken
+from kvtier.machine.errors import InvariantBroken
 from kvtier.spec import GroupSpec
 
 NO_SLOT = -1

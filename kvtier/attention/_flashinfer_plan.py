@@ -34,8 +34,8 @@ from torch import Tensor
 
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention._moment import Moment, new_moment
-from kvtier.device import install_extra
-from kvtier.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
+from kvtier.machine.device import install_extra
+from kvtier.machine.errors import AttentionUnavailable, ConfigError, KVTierError, MemoryUnavailable, StepError
 
 INT_WORKSPACE_BYTES = 8 << 20
 """Per wrapper, on the device and pinned, each; FlashInfer's own choice."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from kvtier._integers import shown
 from kvtier.attention import reference
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
-from kvtier.device import install_extra
-from kvtier.errors import AttentionUnavailable, ConfigError
+from kvtier.machine.device import install_extra
+from kvtier.machine.errors import AttentionUnavailable, ConfigError
+from kvtier.machine.integers import shown
 from kvtier.spec import GroupSpec
 
 NAMES = ("auto", "flashinfer", "reference")

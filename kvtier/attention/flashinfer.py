@@ -35,7 +35,7 @@ from kvtier.attention import kernels
 from kvtier.attention._flashinfer_plan import Held as Held
 from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
-from kvtier.errors import AttentionUnavailable, ConfigError, StepError
+from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError
 from kvtier.spec import GroupSpec, Kind
 
 DEFAULT_WORKSPACE_BYTES = 128 << 20

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtier.errors import StepError
+from kvtier.machine.errors import StepError
 from kvtier.spec import GroupSpec
 
 Scales = tuple[Tensor, Tensor]

@@ -20,7 +20,7 @@ from kvtier.pools.cached_ring import STAMPED
 
 if TYPE_CHECKING:
     from kvtier.layout import Layout
-    from kvtier.stats import PoolStats
+    from kvtier.machine.stats import PoolStats
 
 _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED, _NULL = (int(p) for p in Place)
 _NONE, _PENDING, _READY = (int(m) for m in Mark)

@@ -24,7 +24,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
-from kvtier._integers import shown
 from kvtier.audit import rows as rows
 from kvtier.audit import transfers as moves
 from kvtier.audit.counters import check_counters
@@ -34,10 +33,11 @@ from kvtier.audit.requests import audit_requests
 from kvtier.audit.step import audit_step
 from kvtier.audit.transfers import Copies
 from kvtier.coordinator.core import Core
-from kvtier.errors import ConfigError, InvariantBroken
+from kvtier.machine.errors import ConfigError, InvariantBroken
+from kvtier.machine.integers import shown
+from kvtier.machine.stats import PoolStats
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
-from kvtier.stats import PoolStats
 
 __all__ = ["AuditLevel", "Checks", "Violation", "audit", "check_counts", "level_from_environment"]
 

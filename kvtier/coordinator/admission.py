@@ -24,7 +24,7 @@ from kvtier.coordinator.request import FinishReason, Shortage
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.tracked import ForTransfer, ForTwin, State, Tracked, Wait
 from kvtier.gpu_pool.row_state import Phase
-from kvtier.journal import SentBack, Waits
+from kvtier.machine.journal import SentBack, Waits
 from kvtier.remote.moves import SeekState
 
 Counts = npt.NDArray[np.int64]

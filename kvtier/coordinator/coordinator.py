@@ -26,8 +26,8 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
-from kvtier.journal import Journal, Prefilled, Runs
 from kvtier.keys import KeyChain
+from kvtier.machine.journal import Journal, Prefilled, Runs
 from kvtier.options import STORE_MODES
 from kvtier.pools.block_pool import BlockPools, Ids
 from kvtier.remote.tier import RemoteTier

@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 
 from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.tracked import Wait
-from kvtier.journal import SentBack
+from kvtier.machine.journal import SentBack
 
 SIZES = 26
 """Of steps: the last size holds all larger steps."""

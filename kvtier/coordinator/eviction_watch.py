@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.journal import Journal, PushedOut
+from kvtier.machine.journal import Journal, PushedOut
 from kvtier.pools.block_pool import BlockPools, Col
 
 T = TypeVar("T")

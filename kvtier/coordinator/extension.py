@@ -19,7 +19,7 @@ from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.running import Running
 from kvtier.coordinator.tracked import State, Tracked
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.journal import SentBack
+from kvtier.machine.journal import SentBack
 
 Counts = npt.NDArray[np.int64]
 

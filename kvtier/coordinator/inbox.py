@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from kvtier._integers import shown
 from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.tracked import Tracked
-from kvtier.errors import DuplicateRequest
+from kvtier.machine.errors import DuplicateRequest
+from kvtier.machine.integers import shown
 
 
 class Inbox:

@@ -25,7 +25,6 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import shown
 from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FINISH_REASONS, FinishedRequest, FinishReason, Request, Shortage
@@ -34,10 +33,11 @@ from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.sequence import Hit, Sequence, counted
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import State, Tracked
-from kvtier.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.gpu_pool.row_state import Geo, RowArrays
-from kvtier.journal import Arrived, Ended, SentBack
 from kvtier.keys import Text
+from kvtier.machine.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
+from kvtier.machine.integers import shown
+from kvtier.machine.journal import Arrived, Ended, SentBack
 from kvtier.options import wait_seconds
 
 SEQUENCES = "sequences"

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, shown
-from kvtier.errors import InvalidRequest
 from kvtier.keys import check_extra_keys
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.integers import integer, shown
 
 FinishReason = Literal["stop", "length", "abort", "capacity", "load_error", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import capacity
-from kvtier._integers import shown
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
 from kvtier.coordinator.match import Match
@@ -24,10 +23,11 @@ from kvtier.coordinator.tracked import Tracked
 from kvtier.coordinator.victims import choose_victims
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
-from kvtier.errors import RequestTooLarge
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, Phase
-from kvtier.journal import SentBack
+from kvtier.machine.errors import RequestTooLarge
+from kvtier.machine.integers import shown
+from kvtier.machine.journal import SentBack
 from kvtier.pools.block_pool import Col, Ids
 
 Counts = npt.NDArray[np.int64]

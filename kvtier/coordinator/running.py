@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, shown
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.entries import Entries
@@ -23,7 +22,8 @@ from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import Tracked
-from kvtier.errors import ConfigError, MemoryUnavailable, StepError
+from kvtier.machine.errors import ConfigError, MemoryUnavailable, StepError
+from kvtier.machine.integers import integer, shown
 
 MOST = 2**24
 """Rows, and tokens per step, for which work arrays are set up: far more than any engine runs."""

@@ -28,9 +28,9 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import State, Tracked
-from kvtier.errors import InvalidRequest
-from kvtier.journal import Arrived, Ended, SentBack
 from kvtier.keys import Text
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.journal import Arrived, Ended, SentBack
 from kvtier.options import wait_seconds
 
 

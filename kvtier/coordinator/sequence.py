@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
-from kvtier._integers import integer, shown
 from kvtier.coordinator.request import Request
 from kvtier.coordinator.tracked import State, Tracked
-from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
+from kvtier.machine.errors import StepError
+from kvtier.machine.integers import integer, shown
 
 
 @dataclass(frozen=True)

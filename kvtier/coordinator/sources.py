@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
-from kvtier.journal import Admitted
+from kvtier.machine.journal import Admitted
 from kvtier.pools.block_pool import Ids
 from kvtier.spec import CacheSpec
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, shown
-from kvtier.errors import StepError
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.exports import Exports, Int32s, Int64s, Paged
+from kvtier.machine.errors import StepError
+from kvtier.machine.integers import integer, shown
 
 MOST_ENTRIES = 1 << 24
 """Rows of a padded step: far more than a forward can have, and no more than fit into memory."""

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.request import FinishReason, Request
-from kvtier.errors import StepError
 from kvtier.keys import KeyArray, Text
+from kvtier.machine.errors import StepError
 from kvtier.remote.moves import Seek
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvtier.machine.stats import LATENCY_BOUNDS_S, LatencyStats
 from kvtier.pools.block_pool import Ids
-from kvtier.stats import LATENCY_BOUNDS_S, LatencyStats
 
 
 @dataclass

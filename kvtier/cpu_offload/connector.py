@@ -28,9 +28,9 @@ from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.store_queue import StoreQueue
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.cpu_offload.wiping import Wiper
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
+from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
-from kvtier.wakeup import Wakeup
 
 Counts = npt.NDArray[np.int64]
 

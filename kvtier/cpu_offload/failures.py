@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.journal import Copied, Journal
+from kvtier.machine.journal import Copied, Journal
 
 log = logging.getLogger("kvtier.transfers")
 

@@ -18,8 +18,8 @@ from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.outside import Fragment
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.errors import ConfigError, TransferError
 from kvtier.layout import Layout
+from kvtier.machine.errors import ConfigError, TransferError
 from kvtier.pools.block_pool import Ids
 
 if TYPE_CHECKING:

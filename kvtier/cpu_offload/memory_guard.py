@@ -16,9 +16,9 @@ from contextlib import suppress
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
 from kvtier.cpu_offload.engines.by_name import build_engine
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.errors import CacheClosed
-from kvtier.forks import of_another_process, watch
-from kvtier.kept import KEPT
+from kvtier.machine.errors import CacheClosed
+from kvtier.machine.forks import of_another_process, watch
+from kvtier.machine.kept import KEPT
 from kvtier.pools.arena import Arena
 
 CLOSE_TIMEOUT_S = 30.0

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier._integers import integer, shown
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import integer, shown
 from kvtier.sizing import MOST_BYTES
 from kvtier.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 

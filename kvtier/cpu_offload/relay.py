@@ -19,9 +19,9 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.parcels import Parcel, Receipt
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
+from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.block_pool import Ids
-from kvtier.wakeup import Wakeup
 
 
 class Copy(NamedTuple):

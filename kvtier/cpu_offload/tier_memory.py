@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 
 
 class Direction(Enum):

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from kvtier._integers import shown
-from kvtier.errors import UnsupportedModel
+from kvtier.machine.errors import UnsupportedModel
+from kvtier.machine.integers import shown
 
 SERVED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 

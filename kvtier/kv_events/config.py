@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from kvtier._integers import integer, shown
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import integer, shown
 from kvtier.spec import CacheSpec, Kind
 
 TRANSPORTS = ("tcp://", "ipc://")

@@ -18,10 +18,10 @@ import numpy as np
 
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
-from kvtier.errors import ConfigError
 from kvtier.events import KVEvents
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.stored import RemoteNews
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.known import MOST_KNOWN, Changes
 from kvtier.spec import Kind
 

@@ -21,14 +21,14 @@ import numpy.typing as npt
 import zmq
 
 from kvtier.events import KVEvent
-from kvtier.forks import watch
-from kvtier.kept import KEPT
 from kvtier.keys import KeyChain
 from kvtier.kv_events import wire
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.sender import Sender
 from kvtier.kv_events.stored import RemoteNews
+from kvtier.machine.forks import watch
+from kvtier.machine.kept import KEPT
 
 log = logging.getLogger("kvtier.kv_events")
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout
-from kvtier.memory_limits import available_ram_bytes
+from kvtier.machine.errors import ConfigError, MemoryUnavailable
+from kvtier.machine.memory_limits import available_ram_bytes
 from kvtier.spec import DTYPE_BYTES, CacheSpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import InvariantBroken
+from kvtier.machine.errors import InvariantBroken
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Place, Words
 
 Bools = npt.NDArray[np.bool_]

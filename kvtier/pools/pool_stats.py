@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvtier.machine.stats import PoolStats
 from kvtier.pools.block_pool import BlockPools, Col
-from kvtier.stats import PoolStats
 
 
 class Sized(Protocol):

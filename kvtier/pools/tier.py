@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import ConfigError, MemoryUnavailable
 from kvtier.layout import Layout, Seams
+from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.checked import CheckedPools

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
 from kvtier.remote.folder import PRIVATE, Folder
 from kvtier.remote.names import ROOT

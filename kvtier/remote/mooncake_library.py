@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.block_store import DAMAGED, Outcome
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.block_store import Buffers
 
 SMALL_PIECE, PACKED_BYTES = 256 << 10, 512 << 10

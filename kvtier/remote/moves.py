@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import MOVES, TransferState
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 from kvtier.pools.block_pool import Ids, Words
 from kvtier.remote.objects import Objects
 

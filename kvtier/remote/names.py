@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.cpu_offload.outside import OutsideSpec
-from kvtier.errors import ConfigError
 from kvtier.keys import KeyChain, encoded_fields
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.envelope import FORMAT, MOST_KIND
 from kvtier.spec import CacheSpec
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.block_store import Buffers, Outcome
 from kvtier.remote.names import ROOT
 from kvtier.remote.threaded import ThreadedBackend, check_size

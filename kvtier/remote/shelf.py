@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.folder import LIST, PRIVATE, Folder, Misplaced
 from kvtier.remote.names import ROOT, parse
 from kvtier.remote.threads import reason_of

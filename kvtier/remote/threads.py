@@ -19,8 +19,8 @@ from enum import IntEnum
 from functools import partial
 from queue import PriorityQueue
 
-from kvtier.forks import of_another_process, watch
-from kvtier.kept import KEPT
+from kvtier.machine.forks import of_another_process, watch
+from kvtier.machine.kept import KEPT
 from kvtier.remote.block_store import Answer, Outcome
 
 LATE = "the call's time was over before it began"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.keys import KeyArray
+from kvtier.machine.stats import RemoteStats
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
 from kvtier.remote.block_store import DAMAGED, Answer, Outcome
 from kvtier.remote.breaker import Breaker, Tried
@@ -30,7 +31,6 @@ from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills
 from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.remote.wire import Answering, Carrier
-from kvtier.stats import RemoteStats
 
 ANSWER_S = 5.0
 """A question without an answer has failed by then; ``deadline_s`` at most."""

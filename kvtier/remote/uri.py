@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvtier._integers import shown
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import shown
 from kvtier.remote.block_store import Backend
 from kvtier.remote.folder import PRIVATE
 from kvtier.remote.mooncake_library import MooncakeOptions, import_library

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 
 Offsets = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench import told
 from runner.bench.record import Outcome, Record
 from runner.bench.sse import EventReader

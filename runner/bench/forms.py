@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.client import Answer
 from runner.bench.names import History
 from runner.bench.plan import Session, Turn

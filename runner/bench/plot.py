@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.figures import samples_ms
 from runner.bench.run import Finished
 from runner.bench.show import words

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.client import Client, Target
 from runner.bench.drive import Driver, Ending, Run
 from runner.bench.forms import ChatDialogue, DialogueMaker, IdsDialogue, Said, TextDialogue, say

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench import told
 from runner.bench.client import Answer, Client
 from runner.bench.record import Record

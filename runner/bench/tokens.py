@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 
 FEWEST_IDS = 8
 """With fewer, prompts would share more than their plan says."""

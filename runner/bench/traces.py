@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.arrivals import offsets
 from runner.bench.names import TraceFormat
 from runner.bench.plan import Plan, Session, Turn

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.arrivals import Offsets, offsets, stream
 from runner.bench.names import USED, Shape, WorkloadName
 from runner.bench.plan import Plan, Session, Turn

@@ -99,7 +99,7 @@ def _skipping(shelf: Any) -> int:
 
 def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
     """Exit status of ``run``; 2 if the remote does not serve, or if another keeper is at work there."""
-    from kvtier.errors import KVTierError
+    from kvtier.machine.errors import KVTierError
     from kvtier.remote.threads import reason_of
 
     try:

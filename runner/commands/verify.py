@@ -83,7 +83,7 @@ _KVTIER_ONLY = {"device": "cpu", "attention": "auto", "kv_cache_dtype": None, "k
 
 def _check_engine(args: argparse.Namespace) -> None:
     """Raises ``ConfigError`` for options of the other engine."""
-    from kvtier.errors import ConfigError
+    from kvtier.machine.errors import ConfigError
 
     if args.engine == "vllm":
         given = [name for name, default in _KVTIER_ONLY.items() if getattr(args, name) != default]

@@ -15,9 +15,9 @@ from typing import Any, assert_never
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtier.errors import UnsupportedModel
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import query_heads, text_config
+from kvtier.machine.errors import UnsupportedModel
 from kvtier.spec import Attention, CacheSpec, Kind
 from runner.checkpoint import auto_class
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import capacity
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.spec import CacheSpec
 from runner.pictures import pyplot
 from runner.plan.report import Plan, RemotePlan

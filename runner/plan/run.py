@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import capacity
-from kvtier._integers import shown
-from kvtier.errors import ConfigError, UnsupportedModel
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
 from kvtier.layout import Layout
+from kvtier.machine.errors import ConfigError, UnsupportedModel
+from kvtier.machine.integers import shown
 from kvtier.sizing import layout_of, parse_bytes
 from kvtier.spec import CacheSpec, GroupSpec, Kind
 from runner.checkpoint import find_config

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvtier.wakeup import Wakeup
+from kvtier.machine.wakeup import Wakeup
 
 log = logging.getLogger("kvtier.server")
 

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from kvtier.errors import CacheClosed, InvalidRequest, KVTierError, RequestTooLarge
+from kvtier.machine.errors import CacheClosed, InvalidRequest, KVTierError, RequestTooLarge
 from runner.errors import EngineDead, ForwardFailed, Overloaded, UnknownRequest
 from runner.outputs import CompletionOutput
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvtier import CacheStats
-from kvtier.stats import PoolStats
+from kvtier.machine.stats import PoolStats
 
 EVERY_S = 10.0
 

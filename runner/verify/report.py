@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kvtier.stats import TransferStats
+from kvtier.machine.stats import TransferStats
 from runner.verify.compare import Difference
 from runner.verify.plan import Blocks
 from runner.verify.serving import Outcome

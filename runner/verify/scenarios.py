@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kvtier.stats import TransferStats
+from kvtier.machine.stats import TransferStats
 from kvtier.testing import Faults
 from runner.verify.plan import Blocks, Plan
 from runner.verify.serving import Outcome, Serving

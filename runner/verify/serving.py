@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
-from kvtier.stats import TransferStats
+from kvtier.machine.stats import TransferStats
 from kvtier.testing import SimulatedEngine
 from runner.graphs import DecodeGraphs
 from runner.model import HybridModel

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.errors import MissingPackage
 from runner.verify_vllm.child import Order
 from runner.verify_vllm.compare import LIMITS

@@ -13,7 +13,7 @@ from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError
 from kvtier.attention import choice, reference
 from kvtier.attention.choice import Choice, Machine, choose
 from kvtier.attention.flashinfer import FlashInfer
-from kvtier.errors import AttentionUnavailable
+from kvtier.machine.errors import AttentionUnavailable
 
 HOPPER = Machine("0.7.2.post1", (9, 0))
 

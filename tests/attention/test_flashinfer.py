@@ -20,7 +20,7 @@ from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention._flashinfer_batch import Batch
 from kvtier.attention.flashinfer import FlashInfer, check_views, workspace_bytes_for
 from kvtier.attention.paged import paged_from_table
-from kvtier.errors import AttentionUnavailable, ConfigError, InvariantBroken, MemoryUnavailable, StepError
+from kvtier.machine.errors import AttentionUnavailable, ConfigError, InvariantBroken, MemoryUnavailable, StepError
 from kvtier.spec import Attention
 
 need_flashinfer()

@@ -15,8 +15,8 @@ from attention.test_flashinfer import KINDS, WINDOW, group_of
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, Step
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.attention.fp8 import layer_scales
-from kvtier.errors import AttentionUnavailable
 from kvtier.kv_scales import KVScales
+from kvtier.machine.errors import AttentionUnavailable
 from kvtier.spec import Attention
 
 need_flashinfer()

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.test_reference import KINDS, MIXED, Case
 from kvtier.attention.fp8 import fold_output, fold_query, layer_scales, quantize, widen
 from kvtier.attention.reference import attend, write_kv
-from kvtier.errors import StepError
+from kvtier.machine.errors import StepError
 from kvtier.spec import CacheSpec, FullAttention, GroupSpec
 
 E4M3 = torch.float8_e4m3fn

@@ -11,7 +11,7 @@ import pytest
 from patience import FOREVER_S, PATIENCE_S
 
 from bench.fake_server import FakeServer, Request, Script, fake_server
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench import drive, figures, sse
 from runner.bench.client import Client, Target
 from runner.bench.drive import Driver, Ending, Run

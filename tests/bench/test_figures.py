@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench import figures
 from runner.bench.drive import Run
 from runner.bench.goals import Goals, goals_of

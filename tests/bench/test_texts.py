@@ -8,7 +8,7 @@ from itertools import groupby
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner import needle
 from runner.bench.texts import WORDS, LocalTexts, ids_of_words, text_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.names import TraceFormat
 from runner.bench.plan import Plan
 from runner.bench.sharing import shareable_tokens

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner.bench.names import USED, Shape, WorkloadName
 from runner.bench.plan import Plan
 from runner.bench.sharing import shareable_tokens

@@ -24,11 +24,11 @@ from kvtier import (
     OutsideGroup,
     RelayedBooks,
 )
-from kvtier._arguments import NO_KEYS
 from kvtier.coordinator.estimate import Estimate
 from kvtier.cpu_offload.relay import Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.journal import Runs
+from kvtier.machine.arguments import NO_KEYS
+from kvtier.machine.journal import Runs
 from kvtier.testing import Faults, SimulatedEngine
 
 

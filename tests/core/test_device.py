@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtier import ConfigError, DeviceUnavailable, FullAttention, KVCache, MemoryUnavailable
-from kvtier.device import (
+from kvtier.machine.device import (
     check_device_memory,
     forget_last_error,
     install_extra,

@@ -8,7 +8,7 @@ from model.metrics import check_journal
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import CacheManager, ConfigError, FullAttention, Request, SlidingWindow, explain
-from kvtier.journal import Copied, Journal, PushedOut, Runs
+from kvtier.machine.journal import Copied, Journal, PushedOut, Runs
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4)}

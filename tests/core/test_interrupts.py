@@ -23,8 +23,8 @@ from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.transfer import Direction
+from kvtier.machine.wakeup import Wakeup
 from kvtier.testing import canary_spec
-from kvtier.wakeup import Wakeup
 
 STORE = Direction.STORE
 SPEC = canary_spec({"full": (FullAttention(), 4)})
@@ -77,7 +77,7 @@ class Moment:
                 moment.is_slept_on |= moment.has_come and timeout != 0.0
                 raise Empty
 
-        monkeypatch.setattr("kvtier.wakeup.SimpleQueue", Naps)
+        monkeypatch.setattr("kvtier.machine.wakeup.SimpleQueue", Naps)
 
     def of(self, handler: Callable[[], Any]) -> Moment:
         """The same, to come."""

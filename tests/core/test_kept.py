@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-from kvtier.kept import KEPT
+from kvtier.machine.kept import KEPT
 
 class Dies:
     def __del__(self):

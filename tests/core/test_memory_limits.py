@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from kvtier import memory_limits
-from kvtier.memory_limits import Limit, available_ram_bytes, explain, limits
+from kvtier.machine import memory_limits
+from kvtier.machine.memory_limits import Limit, available_ram_bytes, explain, limits
 
 MEMINFO = {"proc/meminfo": "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable:     40 kB\n"}
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from runner import checkpoint
 from runner.errors import ModelLoadError
 from runner.model import HybridModel

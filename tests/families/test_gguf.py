@@ -15,7 +15,7 @@ from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtier import KVTierError, MemoryUnavailable
-from kvtier.errors import UnsupportedModel
+from kvtier.machine.errors import UnsupportedModel
 from runner import LLM, SamplingParams, checkpoint, cli, gguf
 from runner.errors import MissingPackage, ModelLoadError
 from runner.gguf_header import read_header

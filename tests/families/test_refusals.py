@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.masking_utils import create_causal_mask
 
 from kvtier import CacheSpec
-from kvtier.errors import UnsupportedModel
+from kvtier.machine.errors import UnsupportedModel
 from runner import checkpoint, model, selfcheck
 from runner.errors import ModelLoadError
 from runner.model import HybridModel

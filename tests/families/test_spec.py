@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.attention.flashinfer import workspace_bytes_for
-from kvtier.errors import ConfigError
 from kvtier.integrations.transformers import query_heads
+from kvtier.machine.errors import ConfigError
 from runner import model
 
 from . import zoo

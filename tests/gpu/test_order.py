@@ -25,7 +25,7 @@ from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_state import Place
 from kvtier.testing import canary_spec

@@ -11,7 +11,7 @@ from driving import Client
 from remote.alone import is_alone
 from remote.mooncake_cluster import Cluster
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote.mooncake_library import import_library
 
 if not is_alone():

@@ -11,8 +11,8 @@ import pytest
 import torch
 from driving import Engine
 
-from kvtier.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 from kvtier.integrations.vllm.geometry import geometry_of
+from kvtier.machine.errors import ConfigError, MemoryUnavailable, UnsupportedModel
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.attention.kernels.checksum import GOLDEN, MIX, checksum_blocks_numpy
 from kvtier.cpu_offload.engines._blocks import checksum_blocks as checksum_blocks_on_host
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 
 from .memory import DEVICE
 

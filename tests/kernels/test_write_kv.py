@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtier.attention.kernels import write_kv
 from kvtier.attention.kernels.write_kv import write_kv_torch
-from kvtier.errors import StepError
+from kvtier.machine.errors import StepError
 
 from .memory import DEVICE, Layer
 

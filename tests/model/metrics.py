@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from kvtier import EventKind, FinishedRequest, KVCache, KVEvents, Request
-from kvtier.journal import Admitted, Copied, Ended, PushedOut, Runs, SentBack, Waits
+from kvtier.machine.journal import Admitted, Copied, Ended, PushedOut, Runs, SentBack, Waits
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 
 JOURNAL = 2**17

@@ -42,9 +42,9 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.keys import KeyChain
+from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Mark
-from kvtier.wakeup import Wakeup
 
 from .stepwise_backend import ListedPlan, NamesOnly, seek_state, store_state
 from .tiny import Config, World

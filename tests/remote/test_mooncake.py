@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from patience import PATIENCE_S
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 from kvtier.remote import mooncake_library, mooncake_store
 from kvtier.remote.batches import by_number, by_size, first_alone
 from kvtier.remote.block_store import Answer, Outcome

@@ -16,7 +16,7 @@ from core.forking import in_child
 from patience import FOREVER_S, PATIENCE_S, wait_until
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
-from kvtier.wakeup import Wakeup
+from kvtier.machine.wakeup import Wakeup
 from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams, service
 from runner.async_llm import LONG
 from runner.metrics import Metrics

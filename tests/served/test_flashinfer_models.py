@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kvtier import CacheSpec, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, Request
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer, Held, workspace_bytes_for
-from kvtier.errors import AttentionUnavailable
+from kvtier.machine.errors import AttentionUnavailable
 from runner import LLM, SamplingParams, graphs, memory, verify
 from runner import service as service_module
 from runner.attention import scales_of

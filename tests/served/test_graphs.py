@@ -19,7 +19,7 @@ from kvtier import ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Sch
 from kvtier.attention._flashinfer_plan import GRAPH_INT_WORKSPACE_BYTES, INT_WORKSPACE_BYTES
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
-from kvtier.errors import AttentionUnavailable
+from kvtier.machine.errors import AttentionUnavailable
 from kvtier.testing import Faults, SimulatedDevice
 from runner import graphs as module
 from runner.engine import Engine

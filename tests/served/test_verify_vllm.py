@@ -324,7 +324,7 @@ def test_the_reason_of_an_engine_core_is_found_in_its_log() -> None:
 (EngineCore pid=123) ERROR 11-26 03:20:59 [core.py:1043] Traceback (most recent call last):
 (EngineCore pid=123) ERROR 11-26 03:20:59 [core.py:1043]   File "core.py", line 1, in f
 (EngineCore pid=123) ERROR 11-26 03:20:59 [core.py:1043]     raise ConfigError("no")
-(EngineCore pid=123) ERROR 11-26 03:20:59 [core.py:1043] kvtier.errors.ConfigError: host_memory is too small
+(EngineCore pid=123) ERROR 11-26 03:20:59 [core.py:1043] kvtier.machine.errors.ConfigError: host_memory is too small
 Traceback (most recent call last):
 RuntimeError: Engine core initialization failed. See root cause above.
 """

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import ConfigError, Journal
 from kvtier.coordinator.pace import Pace
-from kvtier.journal import Admitted, Arrived, Ended, Runs, Waits
+from kvtier.machine.journal import Admitted, Arrived, Ended, Runs, Waits
 from runner import AsyncLLM, UnknownRequest, needle
 from runner.cli import main
 from runner.explanations import MOST_NAMES, MOST_PARTS, Explanations

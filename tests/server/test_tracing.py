@@ -15,7 +15,7 @@ from core.driving import prompt
 from patience import PATIENCE_S
 
 from kvtier import FullAttention, Journal
-from kvtier.journal import Admitted, Arrived, Copied, Ended, Prefilled, PushedOut, Runs, SentBack, Waits
+from kvtier.machine.journal import Admitted, Arrived, Copied, Ended, Prefilled, PushedOut, Runs, SentBack, Waits
 from runner import AsyncLLM
 from runner.cli import main
 from runner.explanations import Explanations

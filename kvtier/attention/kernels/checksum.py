@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.kernels.choice import need_triton
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 from kvtier.spec import ALIGN_BYTES
 
 GOLDEN = 0x9E3779B97F4A7C15

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvtier.errors import ConfigError
+from kvtier.machine.errors import ConfigError
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtier.attention.fp8 import quantize
 from kvtier.attention.kernels.choice import runs_kernel
-from kvtier.errors import StepError
+from kvtier.machine.errors import StepError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By size: integers that stand in for a pool's values, to move them bit by bit."""

@@ -26,7 +26,7 @@ An engine that needs host memory of its own, such as pinned memory, comes with a
 
 All calls except ``wake`` and ``close`` come from one thread. ``close`` may come from another thread, but not from a
 signal handler: let the handler set a flag, and call ``close`` in a ``finally``. ``wake`` may come at any moment, even
-from a garbage collector's callback in the middle of another call: it takes no lock (see ``kvtier.wakeup``).
+from a garbage collector's callback in the middle of another call: it takes no lock (see ``kvtier.machine.wakeup``).
 
 An object with the seven methods that does not inherit works as well: the cache wraps it in an ``EngineAround``.
 """
@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import Transfer
 from kvtier.layout import Seams
-from kvtier.stats import LinkStats
+from kvtier.machine.stats import LinkStats
 
 if TYPE_CHECKING:
     from kvtier.cpu_offload.tier_memory import Ids, TierMemory

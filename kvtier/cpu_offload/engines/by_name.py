@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import shown
 from kvtier.cpu_offload.engines import PROTOCOL, CopyEngine, EngineFactory
 from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.engines.cuda.link import CudaLink
@@ -16,8 +15,9 @@ from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.errors import ConfigError
 from kvtier.layout import Seams
+from kvtier.machine.errors import ConfigError
+from kvtier.machine.integers import shown
 
 MakesEngine = Callable[[TierMemory], object]
 """A user's copy engine: an ``EngineFactory``, or any function that makes an object with the protocol's seven

@@ -38,7 +38,7 @@ from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.submission import Inline, Submission
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.errors import TransferError
+from kvtier.machine.errors import TransferError
 
 YOUNG_S = 1.0
 """A copy of a few MiB takes milliseconds; one that has taken this long is not trusted to end."""

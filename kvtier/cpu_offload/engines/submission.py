@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.wakeup import Wakeup
+from kvtier.machine.wakeup import Wakeup
 
 Job = Callable[[], None]
 

@@ -21,8 +21,8 @@ from kvtier.integrations.vllm.identity import check_engine, model_id, weights_of
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
+    from kvtier.machine.stats import RemoteStats
     from kvtier.relayed_books import RelayedBooks
-    from kvtier.stats import RemoteStats
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Of each text of a step: how many it computes, and up to which."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import UnsupportedModel
+from kvtier.machine.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.configs import hf_of, told_of
+from kvtier.machine.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtier.integrations.vllm.geometry import Geometry

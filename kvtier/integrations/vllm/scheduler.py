@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.errors import StepError
 from kvtier.integrations.vllm.behind import gauges_of
 from kvtier.integrations.vllm.events import BlockEvents
 from kvtier.integrations.vllm.follow import Follow, Int64s
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
+from kvtier.machine.errors import StepError
 
 if TYPE_CHECKING:
     from kvtier.host_plan import HostPlan

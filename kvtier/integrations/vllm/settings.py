@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ConfigError, UnsupportedModel
+from kvtier.machine.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
 """The first and the last vLLM with the interface that this connector is written for."""

@@ -16,7 +16,7 @@ import numpy as np
 from kvtier import CacheStats
 from kvtier.coordinator.tracked import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.stats import PoolStats, RemoteStats
+from kvtier.machine.stats import PoolStats, RemoteStats
 from runner.server.page.finished import Finished
 from runner.server.page.names import Names
 from runner.server.page.pressure import Pressure

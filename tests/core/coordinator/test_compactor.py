@@ -40,7 +40,7 @@ from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
-from kvtier.journal import Journal
+from kvtier.machine.journal import Journal
 from kvtier.pools import exchange
 from kvtier.pools.block_pool import Col, Mark
 from kvtier.testing import CanaryEngine, SimulatedDevice, canary_spec

@@ -14,8 +14,8 @@ from core.driving import STORE, HeldEngine
 from kvtier import CacheClosed, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.transfer import Direction
+from kvtier.machine.wakeup import Wakeup
 from kvtier.testing import CanaryEngine, SimulatedEngine, canary_spec, expected_tokens
-from kvtier.wakeup import Wakeup
 
 SPEC = canary_spec({"full": (FullAttention(), 4)})
 PROMPT = list(range(30))

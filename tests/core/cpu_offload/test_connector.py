@@ -13,7 +13,7 @@ from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow, Transfer
 from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.transfer import TransferState
-from kvtier.stats import LinkStats
+from kvtier.machine.stats import LinkStats
 from kvtier.testing import SimulatedEngine, canary_spec
 
 FULL = {"full": (FullAttention(), 4)}

@@ -18,8 +18,8 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
-from kvtier.device import install_extra
-from kvtier.errors import DeviceUnavailable, TransferError
+from kvtier.machine.device import install_extra
+from kvtier.machine.errors import DeviceUnavailable, TransferError
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered behind the legacy null stream
 NO_TIMING = 2  # cudaEventDisableTiming

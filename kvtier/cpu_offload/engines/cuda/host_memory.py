@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines.cuda import numa
-from kvtier.errors import MemoryUnavailable
 from kvtier.layout import Seams
-from kvtier.memory_limits import explain, limits
+from kvtier.machine.errors import MemoryUnavailable
+from kvtier.machine.memory_limits import explain, limits
 
 PAGE = mmap.PAGESIZE
 PIECE_BYTES = 16 << 30

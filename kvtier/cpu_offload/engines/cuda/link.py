@@ -29,10 +29,10 @@ from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import Submission, SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.errors import DeviceUnavailable
-from kvtier.kept import KEPT
 from kvtier.layout import Seams
-from kvtier.stats import LinkStats
+from kvtier.machine.errors import DeviceUnavailable
+from kvtier.machine.kept import KEPT
+from kvtier.machine.stats import LinkStats
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""

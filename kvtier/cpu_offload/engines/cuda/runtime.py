@@ -33,9 +33,9 @@ from kvtier.cpu_offload.engines.cuda.pieces import MOST_PIECES, PACED_BYTES, PIE
 from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.kept import KEPT
-from kvtier.stats import LinkStats
-from kvtier.wakeup import Wakeup
+from kvtier.machine.kept import KEPT
+from kvtier.machine.stats import LinkStats
+from kvtier.machine.wakeup import Wakeup
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
 

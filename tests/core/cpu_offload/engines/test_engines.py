@@ -17,8 +17,8 @@ from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.layout import Layout
+from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.arena import Arena
-from kvtier.wakeup import Wakeup
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 SPEC = CacheSpec(

@@ -17,7 +17,7 @@ from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.stats import LinkStats
+from kvtier.machine.stats import LinkStats
 from kvtier.testing import canary_spec, expected_tokens
 
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4)}

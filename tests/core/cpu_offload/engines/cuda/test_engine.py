@@ -39,8 +39,8 @@ from kvtier.cpu_offload.engines.paths import (
 )
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.layout import Layout
+from kvtier.machine.wakeup import Wakeup
 from kvtier.spec import DTYPE_BYTES
-from kvtier.wakeup import Wakeup
 
 PAGE = 4096
 

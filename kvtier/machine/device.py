@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from kvtier._integers import shown
-from kvtier.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
+from kvtier.machine.errors import ConfigError, DeviceUnavailable, MemoryUnavailable
+from kvtier.machine.integers import shown
 
 _EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
 """By the major version of CUDA."""

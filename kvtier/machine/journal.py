@@ -3,7 +3,7 @@
 Owns       a ring of the newest events.
 Promises   a journal of size 0 keeps nothing and costs one comparison an occasion. No event is made per token.
            Any thread may read while the scheduling thread writes.
-Does not   count (``kvtier.stats``), or decide anything.
+Does not   count (``kvtier.machine.stats``), or decide anything.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple, Protocol, get_args
 
-from kvtier._arguments import whole
-from kvtier._integers import integer, shown
-from kvtier.errors import ConfigError, InvalidRequest
+from kvtier.machine.arguments import whole
+from kvtier.machine.errors import ConfigError, InvalidRequest
+from kvtier.machine.integers import integer, shown
 
 Blocks = Mapping[str, int]
 """Numbers of blocks by group; groups without any are left out."""
@@ -207,4 +207,4 @@ class Journal:
 
 def _check(fact: object) -> None:
     if type(fact) not in _FACTS:
-        raise InvalidRequest(f"a journal keeps facts such as kvtier.journal.Runs(), not {shown(fact)}")
+        raise InvalidRequest(f"a journal keeps facts such as kvtier.machine.journal.Runs(), not {shown(fact)}")

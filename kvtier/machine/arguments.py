@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._integers import integer, shown
-from kvtier.errors import InvalidRequest
+from kvtier.machine.errors import InvalidRequest
+from kvtier.machine.integers import integer, shown
 
 KeyArray = npt.NDArray[np.uint64]
 

@@ -1,0 +1,1 @@
+"""The machine under a cache: errors, checked arguments, counts, the journal, devices, memory."""
