@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import inlined, jit
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import integer
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.spec import CacheSpec
 
 KeyArray = npt.NDArray[np.uint64]

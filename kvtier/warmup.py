@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers, lock, why_not_written
+from kvtier.machine.loops.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers, lock, why_not_written
 
 _log = logging.getLogger(__name__)
 

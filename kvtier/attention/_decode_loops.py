@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, inlined_floats, jit, jit_floats, prefetch
+from kvtier.machine.loops.jit import inlined, inlined_floats, jit, jit_floats, prefetch
 
 PIECE = 512
 TILE = 64

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined
 from kvtier.gpu_pool.row_state import Geo, first_block, num_blocks
+from kvtier.machine.loops.jit import inlined
 from kvtier.pools.pool_state import Col, SlabCol
 from kvtier.pools.slab_loops import fits
 from kvtier.spec import Kind

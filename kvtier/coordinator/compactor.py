@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol, row_at
+from kvtier.machine.loops.jit import jit
 from kvtier.pools import exchange
 from kvtier.pools.block_pool import Col, Ids, SlabCol
 

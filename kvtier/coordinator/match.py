@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.row_state import Geo, first_block
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.pools.key_index import find
 from kvtier.spec import Attention, Kind

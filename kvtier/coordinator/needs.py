@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks, row_at
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col, Mark
 from kvtier.spec import Kind
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
 from kvtier.coordinator.chunk import SHORT, lacks, longest_chunk, unmissed
 from kvtier.gpu_pool.block_table import extend_group
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.exchange import provide
 from kvtier.pools.pool_loops import make_empty
 from kvtier.pools.pool_state import Col

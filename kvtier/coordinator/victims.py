@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
 from kvtier.coordinator.needs import drop, promised, undrop
 from kvtier.gpu_pool.row_state import Geo
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col
 from kvtier.pools.slab_loops import fits, live
 from kvtier.spec import Kind

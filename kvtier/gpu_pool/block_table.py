@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import _aligned as aligned
-from kvtier._jit import inlined, jit, prefetch
 from kvtier.gpu_pool.row_state import (
     Geo,
     Int32s,
@@ -29,6 +27,8 @@ from kvtier.gpu_pool.row_state import (
     row_at,
 )
 from kvtier.gpu_pool.seals import Sealed, seal_range
+from kvtier.machine.loops import aligned
+from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, take
 from kvtier.pools.pool_state import Col

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import inlined
+from kvtier.machine.loops.jit import inlined
 from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import inlined, jit
 from kvtier.gpu_pool.row_state import Geo, RowCol, row_at
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.key_index import prefetch_slot, publish
 from kvtier.pools.pool_loops import AHEAD, acquire, release
 from kvtier.pools.pool_state import Col, Mark

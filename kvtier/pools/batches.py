@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.cached_ring import ring_at
 from kvtier.pools.key_index import find, prefetch_slot, publish
 from kvtier.pools.pool_loops import (

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import _aligned as aligned
-from kvtier._jit import records
 from kvtier.layout import Layout
+from kvtier.machine.loops import aligned
+from kvtier.machine.loops.jit import records
 from kvtier.pools import batches, exchange, slab_loops
 from kvtier.pools.cached_ring import STAMPED
 from kvtier.pools.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined
+from kvtier.machine.loops.jit import inlined
 from kvtier.pools.pool_state import Col, SlabCol
 
 _BASE, _CACHED, _CLOCK = int(Col.BASE), int(Col.CACHED), int(Col.CLOCK)

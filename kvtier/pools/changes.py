@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import jit
+from kvtier.machine.loops.jit import jit
 from kvtier.pools.pool_state import Mark
 
 _READY = int(Mark.READY)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.cached_ring import coldest_stamp
 from kvtier.pools.key_index import rename
 from kvtier.pools.pool_loops import evict, make_empty, take, unpublish

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, prefetch
+from kvtier.machine.loops.jit import inlined, prefetch
 from kvtier.pools.pool_state import Col, Mark
 from kvtier.pools.slab_loops import stick, unstick
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, prefetch
+from kvtier.machine.loops.jit import inlined, prefetch
 from kvtier.pools.cached_ring import enter_ring, head_moved, leave_ring, skip_holes
 from kvtier.pools.key_index import forget, forget_one, index_place
 from kvtier.pools.pool_state import Col, Mark, Place, SlabCol

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
+from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col, Place, SlabCol
 
 _BASE, _EMPTY, _PER_SLAB, _FIRST_SLAB = int(Col.BASE), int(Col.EMPTY), int(Col.PER_SLAB), int(Col.FIRST_SLAB)

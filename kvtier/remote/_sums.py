@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import jit
+from kvtier.machine.loops.jit import jit
 
 
 @jit

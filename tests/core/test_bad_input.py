@@ -31,12 +31,12 @@ from kvtier import (
     Scheduler,
     SlidingWindow,
     StepError,
-    _aligned,
 )
 from kvtier.coordinator import running, scheduler
 from kvtier.coordinator.advance import advance
 from kvtier.coordinator.plan import valid_ids
 from kvtier.keys import KeyChain
+from kvtier.machine.loops import aligned as _aligned
 from kvtier.pools.arena import Arena
 from kvtier.testing import canary_spec
 

@@ -79,7 +79,7 @@ LAYERS = [
 ]
 BESIDE = {"kvtier.attention", "kvtier.integrations"}  # know the base only; nobody below the runner knows them
 READ_THE_ENVIRONMENT = {
-    "kvtier.machine_code",
+    "kvtier.machine.loops.machine_code",
     "kvtier.audit.run",
     "kvtier.remote.mooncake_library",
     "kvtier.integrations.vllm.settings",  # the secret of a store

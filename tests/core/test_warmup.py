@@ -19,9 +19,10 @@ import pytest
 from patience import PATIENCE_S
 
 import kvtier
-from kvtier import machine_code, warmup
-from kvtier._jit import inlined, jit
-from kvtier.machine_code import Keeper, lock
+from kvtier import warmup
+from kvtier.machine.loops import machine_code
+from kvtier.machine.loops.jit import inlined, jit
+from kvtier.machine.loops.machine_code import Keeper, lock
 from kvtier.warmup import COMPILING, UNKEPT, WAITING, warm_up
 
 WARM_START = """

@@ -119,7 +119,7 @@ class Copy:
         try:
             for file, text in texts.items():
                 self._write(Path(file), text.encode())
-            if any("kvtier._jit" in text or Path(file).parent.name in WITH_LOOPS for file, text in texts.items()):
+            if any("kvtier.machine.loops.jit" in text or Path(file).parent.name in WITH_LOOPS for file, text in texts.items()):
                 self.compile()
             yield
         finally:

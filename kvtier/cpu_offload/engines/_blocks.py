@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier._jit import inlined, jit
+from kvtier.machine.loops.jit import inlined, jit
 
 
 @inlined

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._jit import jit
+from kvtier.machine.loops.jit import jit
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic, overload
 
-from kvtier._parts import Part, make_part
-from kvtier.machine_code import keep
+from kvtier.machine.loops.machine_code import keep
+from kvtier.machine.loops.parts import Part, make_part
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}

@@ -1,0 +1,1 @@
+"""Compiled loops: how they are compiled, and where their machine code is kept."""
