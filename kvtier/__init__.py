@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
-    from kvtier.cpu_offload.outside import Fragment, OutsideGroup
     from kvtier.events import EventKind, KVEvent, KVEvents
     from kvtier.explanation import Explanation, explain
+    from kvtier.geometry.kv_scales import KVScales
+    from kvtier.geometry.outside import Fragment, OutsideGroup
+    from kvtier.geometry.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.host_parts import HostHit
     from kvtier.host_plan import HostPlan
     from kvtier.host_text import HostText
     from kvtier.host_tier import HostTier
     from kvtier.host_worker import HostWorker
-    from kvtier.kv_scales import KVScales
     from kvtier.machine.errors import (
         AttentionUnavailable,
         CacheClosed,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from kvtier.machine.journal import Event, Journal
     from kvtier.machine.stats import CacheStats
     from kvtier.relayed_books import RelayedBooks
-    from kvtier.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.warmup import WarmUp, warm_up
 
 __version__ = "0.1.0"
@@ -110,16 +110,16 @@ _HOMES = {
     ),
     "kvtier.events": "EventKind KVEvent KVEvents",
     "kvtier.explanation": "Explanation explain",
-    "kvtier.cpu_offload.outside": "Fragment OutsideGroup",
+    "kvtier.geometry.outside": "Fragment OutsideGroup",
     "kvtier.host_parts": "HostHit",
     "kvtier.host_plan": "HostPlan",
     "kvtier.host_text": "HostText",
     "kvtier.host_tier": "HostTier",
     "kvtier.host_worker": "HostWorker",
     "kvtier.machine.journal": "Event Journal",
-    "kvtier.kv_scales": "KVScales",
+    "kvtier.geometry.kv_scales": "KVScales",
     "kvtier.relayed_books": "RelayedBooks",
-    "kvtier.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
+    "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.machine.stats": "CacheStats",
     "kvtier.warmup": "WarmUp warm_up",
 }

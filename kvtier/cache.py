@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvtier import capacity
 from kvtier.audit.run import AuditLevel, Checks, Violation, audit
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
@@ -26,20 +25,21 @@ from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.keys import KeyChain
+from kvtier.geometry import capacity
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.options import refuse
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.machine.device import check_device_memory
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 from kvtier.machine.journal import Journal
 from kvtier.machine.stats import CacheStats, PoolStats, TransferStats
-from kvtier.options import refuse
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.block_store import Backend
 from kvtier.remote.opening import open_remote, remote_namespace
 from kvtier.settings import Options
-from kvtier.spec import CacheSpec, Kind
 from kvtier.warmup import warm_up
 
 if TYPE_CHECKING:

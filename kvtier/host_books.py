@@ -34,15 +34,15 @@ from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.options import wait_seconds
 from kvtier.gpu_pool.row_state import geometry_of
 from kvtier.host_parts import HostParts, Rows
 from kvtier.host_plan import HostPlan
 from kvtier.host_store import RemoteDoor
 from kvtier.host_text import HostText
-from kvtier.layout import Layout
 from kvtier.machine.journal import Journal
 from kvtier.machine.stats import LatencyStats, PoolStats, RemoteStats, TransferStats
-from kvtier.options import wait_seconds
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools

@@ -18,8 +18,8 @@ from kvtier.coordinator.match import Matcher
 from kvtier.coordinator.retention import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
-from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry.outside import OutsideSpec
 from kvtier.host_store import RemoteDoor
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.seek import ComputeSeconds, Seeker
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.moves import Seek
 from kvtier.remote.tier import RemoteTier

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.host_parts import HostHit, HostParts
 from kvtier.host_store import Sought
@@ -20,7 +21,6 @@ from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_functio
 from kvtier.machine.errors import InvalidRequest, StepError
 from kvtier.machine.integers import shown
 from kvtier.pools.block_pool import Col, Ids
-from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]

@@ -21,13 +21,13 @@ from kvtier.cpu_offload.engines.by_name import MakesEngine
 from kvtier.cpu_offload.relay import End, Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.cpu_offload.wiping import Wiper
+from kvtier.geometry.options import check_identity, seconds, wait_seconds
 from kvtier.host_bytes import HostBytes
 from kvtier.host_plan import HostPlan
 from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 from kvtier.machine.stats import LinkStats
-from kvtier.options import check_identity, seconds, wait_seconds
 from kvtier.remote.block_store import Backend
 from kvtier.remote.check import check_uri
 from kvtier.remote.opening import open_worker

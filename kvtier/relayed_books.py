@@ -12,12 +12,12 @@ computes (``HostText.computed``). Each worker gets the orders before it enqueues
 from __future__ import annotations
 
 from kvtier.cpu_offload.relay import Orders, RelayEngine, Report
+from kvtier.geometry.options import check_identity, seconds
 from kvtier.host_books import HostBooks
 from kvtier.host_plan import HostPlan, check_plan
 from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
-from kvtier.options import check_identity, seconds
 from kvtier.pools.block_pool import Ids
 from kvtier.remote.block_store import Backend
 from kvtier.remote.check import check_remote

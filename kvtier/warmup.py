@@ -161,8 +161,8 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
     from kvtier.cpu_offload.tier_memory import TierMemory
+    from kvtier.geometry.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.pools.changes import changed_entries
-    from kvtier.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
     engines: list[SimulatedEngine] = []
 

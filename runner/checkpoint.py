@@ -33,9 +33,9 @@ from transformers import (
     AutoTokenizer,
 )
 
+from kvtier.geometry.spec import DTYPE_ALIASES
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 from kvtier.machine.integers import shown
-from kvtier.spec import DTYPE_ALIASES
 from runner import (
     gguf,
     needle,  # noqa: F401  registers the bundled model's architecture with transformers

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtier import CacheSpec, ConfigError
 from kvtier.coordinator.running import check_limits
-from kvtier.spec import Kind
+from kvtier.geometry.spec import Kind
 from runner import checkpoint, needle
 from runner.llm import LLM
 from runner.memory import Memory

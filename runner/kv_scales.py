@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import ConfigError
+from kvtier.geometry.spec import DTYPE_BYTES, dtype_name
 from kvtier.machine.integers import shown
-from kvtier.spec import DTYPE_BYTES, dtype_name
 from runner import checkpoint
 
 LayerScales = dict[int, dict[str, Any]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvtier.spec import Attention, CacheSpec
+from kvtier.geometry.spec import Attention, CacheSpec
 
 NAME = "kvtier-masks"
 """The attention implementation that notes the masks."""

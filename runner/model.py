@@ -23,10 +23,10 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.attention.kernels import words
 from kvtier.audit.run import AuditLevel, level_from_environment
+from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, dtype_name
 from kvtier.integrations.transformers import query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
-from kvtier.spec import DTYPE_BYTES, CacheSpec, dtype_name
 from runner import checkpoint
 from runner.attention import NAME, StepContext, Temperature, owners, scales_of
 from runner.device import model_device

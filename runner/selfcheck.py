@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.paged import Paged, paged_from_table
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import KVTierError, UnsupportedModel
-from kvtier.spec import CacheSpec, GroupSpec
 from runner import masks
 from runner.attention import NAME
 from runner.checkpoint import bos_token_id

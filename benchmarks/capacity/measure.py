@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.capacity.serving import Books
-from kvtier import CacheSpec, FinishedRequest, FullAttention, GroupSpec, KVCache, Request, Scheduler, capacity
+from kvtier import CacheSpec, FinishedRequest, FullAttention, GroupSpec, KVCache, Request, Scheduler
+from kvtier.geometry import capacity
 
 LENGTHS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 90_112, 131_072)
 NEW_TOKENS = (500, 2_000)

@@ -18,7 +18,7 @@ from benchmarks.gpu import interference, layouts, serving
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.serving import Served, Stage, random_tokens
 from kvtier import Request
-from kvtier.spec import CacheSpec
+from kvtier.geometry.spec import CacheSpec
 from runner.llm import LLM
 from runner.sampling import SamplingParams
 

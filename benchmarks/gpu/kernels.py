@@ -28,8 +28,8 @@ from benchmarks.gpu.figures import Figure
 from benchmarks.models import MODELS as CONFIGS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention._flashinfer_version import installed_version, too_old
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.machine.device import install_extra
-from kvtier.spec import CacheSpec, Kind
 from runner.checkpoint import find_config
 from runner.needle import weights_path
 

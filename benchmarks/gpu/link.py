@@ -19,10 +19,10 @@ from kvtier.cpu_offload.engines.cuda.driver import CudaApi, SourceOrder
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.cuda.runtime import DeviceSums
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 from kvtier.machine.memory_limits import limits
 from kvtier.pools.arena import Arena
-from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
 from kvtier.pools.arena import Arena
 
 TOKENS = 90_112

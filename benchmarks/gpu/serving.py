@@ -22,7 +22,7 @@ from benchmarks.gpu.link import Setup
 from benchmarks.models import MODELS
 from kvtier import AttentionUnavailable, FinishedRequest, Request
 from kvtier.cpu_offload.engines.cuda.link import CudaLink
-from kvtier.spec import CacheSpec, Kind
+from kvtier.geometry.spec import CacheSpec, Kind
 from runner.attention import NAME
 from runner.engine import StepOutput
 from runner.graphs import Capture, Captured, CudaCapture, DecodeGraphs

@@ -14,8 +14,8 @@ from benchmarks.micro import submit
 from benchmarks.micro.shapes import BLOCK_TOKENS, SHAPES, age, books, prompt, shared_books
 from kvtier import CacheSpec, Request, Scheduler, Step
 from kvtier.coordinator.match import Matcher
-from kvtier.keys import KeyChain
-from kvtier.layout import Layout
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.layout import Layout
 from kvtier.pools.block_pool import BlockPools
 
 LONG = 90_112

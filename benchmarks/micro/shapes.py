@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
+from kvtier.geometry.spec import Attention
 from kvtier.pools.block_pool import BlockPools, Mark
-from kvtier.spec import Attention
 
 BLOCK_TOKENS = 16
 

@@ -35,9 +35,9 @@ from benchmarks.machine import describe
 from benchmarks.output import stdout
 from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator import seek
+from kvtier.geometry.sizing import parse_bytes
 from kvtier.remote import objects
 from kvtier.remote.obstore_store import ObjectBackend
-from kvtier.sizing import parse_bytes
 from runner.bench.plan import Plan
 from runner.bench.tokens import Alphabet, Prompt
 from runner.bench.traces import TraceOptions, read

@@ -27,8 +27,8 @@ from kvtier.attention._decode_loops import (
     plan_pieces,
     write_slots,
 )
+from kvtier.geometry.spec import Attention, Kind
 from kvtier.machine.errors import StepError
-from kvtier.spec import Attention, Kind
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

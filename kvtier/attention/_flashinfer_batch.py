@@ -18,8 +18,8 @@ from torch import Tensor
 from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Lane, PlanKey, Wrappers
 from kvtier.attention.kernels import words
 from kvtier.attention.paged import Bounds, Int64s, Paged, faults
+from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import InvariantBroken
-from kvtier.spec import GroupSpec
 
 NO_SLOT = -1
 """The slot of padding rows: they write nowhere."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.spec import Attention, Kind
+from kvtier.geometry.spec import Attention, Kind
 
 _MAX_ROWS = 2048  # queries of one Span; its causal square is what the kernel balances badly over threads
 _ROW_STEP = 256  # and their unit, if one stretch takes several

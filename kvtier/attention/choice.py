@@ -19,10 +19,10 @@ import torch
 from kvtier.attention import reference
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
+from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.device import install_extra
 from kvtier.machine.errors import AttentionUnavailable, ConfigError
 from kvtier.machine.integers import shown
-from kvtier.spec import GroupSpec
 
 NAMES = ("auto", "flashinfer", "reference")
 _CAPABILITY = (8, 0)

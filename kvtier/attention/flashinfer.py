@@ -35,8 +35,8 @@ from kvtier.attention import kernels
 from kvtier.attention._flashinfer_plan import Held as Held
 from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
+from kvtier.geometry.spec import GroupSpec, Kind
 from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError
-from kvtier.spec import GroupSpec, Kind
 
 DEFAULT_WORKSPACE_BYTES = 128 << 20
 """Size of the workspace that all wrappers share; ``workspace_bytes_for`` gives the need of a geometry."""

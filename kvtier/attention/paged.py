@@ -20,7 +20,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.spec import Attention, Kind
+from kvtier.geometry.spec import Attention, Kind
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from kvtier.audit.pools import COUNTED, COUNTERS, Tier, Violation
 from kvtier.pools.block_pool import Col, Place
 
 if TYPE_CHECKING:
-    from kvtier.layout import Layout
+    from kvtier.geometry.layout import Layout
     from kvtier.pools.arena import Arena
 
 _KEYED, _N_CACHED, _ROWS = int(Col.KEYED), int(Col.CACHED), int(Col.ROWS)

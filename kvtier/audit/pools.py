@@ -19,7 +19,7 @@ from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place, SlabCol
 from kvtier.pools.cached_ring import STAMPED
 
 if TYPE_CHECKING:
-    from kvtier.layout import Layout
+    from kvtier.geometry.layout import Layout
     from kvtier.machine.stats import PoolStats
 
 _EMPTY, _CACHED, _FENCED, _HELD, _QUARANTINED, _NULL = (int(p) for p in Place)

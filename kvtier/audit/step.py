@@ -10,9 +10,9 @@ import numpy as np
 
 from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark
-from kvtier.spec import Kind
 
 if TYPE_CHECKING:
     from kvtier.coordinator.core import Driver

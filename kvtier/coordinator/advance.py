@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.geometry.keys import sip_link
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import release_span
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, first_block, row_at
 from kvtier.gpu_pool.seals import seal_block
-from kvtier.keys import sip_link
 from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.key_index import prefetch_slot
 from kvtier.pools.pool_state import Col
-from kvtier.spec import Kind
 
 _BT, _KIND, _FULL, _DECODE = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Kind.FULL), int(Phase.DECODE)
 _BASE = int(Col.BASE)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo, first_block, num_blocks
 from kvtier.machine.loops.jit import inlined
 from kvtier.pools.pool_state import Col, SlabCol
 from kvtier.pools.slab_loops import fits
-from kvtier.spec import Kind
 
 SHORT = 1_024
 """Prompt tokens that a step may compute whatever they push out: fewer are too little work for all the weights."""

@@ -24,14 +24,14 @@ from kvtier.coordinator.sources import Loads, Sources, split
 from kvtier.coordinator.tracked import State, Tracked
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.options import STORE_MODES
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
-from kvtier.keys import KeyChain
 from kvtier.machine.journal import Journal, Prefilled, Runs
-from kvtier.options import STORE_MODES
 from kvtier.pools.block_pool import BlockPools, Ids
 from kvtier.remote.tier import RemoteTier
-from kvtier.spec import CacheSpec, Kind
 
 _PHASE, _PREFILL = int(RowCol.PHASE), int(Phase.PREFILL)  # members of an enum cost a call each
 _COMPUTED, _TOTAL, _PUBLISH = int(RowCol.COMPUTED), int(RowCol.TOTAL), int(RowCol.PUBLISH)

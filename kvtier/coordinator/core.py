@@ -13,11 +13,11 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import CacheClosed, ConfigError, MemoryUnavailable, StepError
 from kvtier.machine.forks import of_another_process, watch
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
-from kvtier.spec import CacheSpec
 
 
 class Checking(Protocol):

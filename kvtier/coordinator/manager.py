@@ -33,12 +33,12 @@ from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.sequence import Hit, Sequence, counted
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import State, Tracked
+from kvtier.geometry.keys import Text
+from kvtier.geometry.options import wait_seconds
 from kvtier.gpu_pool.row_state import Geo, RowArrays
-from kvtier.keys import Text
 from kvtier.machine.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.machine.integers import shown
 from kvtier.machine.journal import Arrived, Ended, SentBack
-from kvtier.options import wait_seconds
 
 SEQUENCES = "sequences"
 """The name in a ``Shortage`` of rows: more sequences than ``max_running`` would run."""

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import Attention, Kind
 from kvtier.gpu_pool.row_state import Geo, first_block
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.pools.key_index import find
-from kvtier.spec import Attention, Kind
 
 _BT, _KIND, _UNITS = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.UNITS)
 _FULL = int(Kind.FULL)

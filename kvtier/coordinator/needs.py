@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks, row_at
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col, Mark
-from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _FULL, _WINDOW, _CHUNK = int(Kind.FULL), int(Kind.WINDOW), int(Kind.CHUNK)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.keys import check_extra_keys
+from kvtier.geometry.keys import check_extra_keys
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import integer, shown
 

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry.options import StoreMode
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.options import StoreMode
 from kvtier.pools.block_pool import Col, Ids
-from kvtier.spec import Kind
 
 MOST_WANTED = 65_536
 """Boundaries that are remembered."""

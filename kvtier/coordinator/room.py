@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier import capacity
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
 from kvtier.coordinator.match import Match
@@ -23,6 +22,7 @@ from kvtier.coordinator.tracked import Tracked
 from kvtier.coordinator.victims import choose_victims
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry import capacity
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.machine.errors import RequestTooLarge

@@ -28,10 +28,10 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.running import Running, check_limits
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import State, Tracked
-from kvtier.keys import Text
+from kvtier.geometry.keys import Text
+from kvtier.geometry.options import wait_seconds
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.journal import Arrived, Ended, SentBack
-from kvtier.options import wait_seconds
 
 
 class Scheduler:

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from kvtier.coordinator.match import Match
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.moves import Seek, SeekState

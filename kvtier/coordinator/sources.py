@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.journal import Admitted
 from kvtier.pools.block_pool import Ids
-from kvtier.spec import CacheSpec
 
 TIERS = ("device", "host", "remote")
 

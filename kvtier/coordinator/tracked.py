@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.request import FinishReason, Request
-from kvtier.keys import KeyArray, Text
+from kvtier.geometry.keys import KeyArray, Text
 from kvtier.machine.errors import StepError
 from kvtier.remote.moves import Seek
 

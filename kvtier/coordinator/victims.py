@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from kvtier.coordinator.needs import drop, promised, undrop
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col
 from kvtier.pools.slab_loops import fits, live
-from kvtier.spec import Kind
 
 _BASE, _KIND, _FULL = int(Col.BASE), int(Geo.KIND), int(Kind.FULL)
 _U = np.uint64

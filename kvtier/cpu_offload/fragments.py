@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.engines.around import EngineAround
-from kvtier.cpu_offload.outside import Fragment
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.outside import Fragment
 from kvtier.machine.errors import ConfigError, TransferError
 from kvtier.pools.block_pool import Ids
 

@@ -5,7 +5,7 @@ Promises   a block is stored once as long as its copy is there. Blocks without r
            While stores hang, only one block is stored from time to time.
 Does not   move bytes, or know the meaning of an end: the ``Connector`` does. It knows no requests.
 
-When stores are planned is told by ``STORE_MODES`` in ``kvtier.options``: ``plan`` and ``touch_or_store`` serve
+When stores are planned is told by ``STORE_MODES`` in ``kvtier.geometry.options``: ``plan`` and ``touch_or_store`` serve
 ``when_full``, ``launder`` serves ``before_eviction``. A new rule about which blocks is a method here, which plans its
 stores through ``_store``.
 """

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.gpu_pool.row_state import (
     Geo,
     Int32s,
@@ -32,7 +33,6 @@ from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, take
 from kvtier.pools.pool_state import Col
-from kvtier.spec import CacheSpec, Kind
 
 _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
 _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)

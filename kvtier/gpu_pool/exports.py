@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, RowCol, first_block_from, row_at
 from kvtier.machine.loops.jit import inlined, jit
-from kvtier.spec import Kind
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _CHUNK, _VERSION = int(Kind.CHUNK), int(RowCol.VERSION)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import Kind
 from kvtier.machine.loops.jit import inlined
-from kvtier.spec import Kind
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

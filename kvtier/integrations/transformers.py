@@ -14,10 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.geometry.spec import (
+    MOST_LAYERS,
+    Attention,
+    CacheSpec,
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    Kind,
+    SlidingWindow,
+)
 from kvtier.integrations.refusals import field, refuse_layers, refuse_model, refuse_positions
 from kvtier.machine.errors import ConfigError, KVTierError, UnsupportedModel
 from kvtier.machine.integers import shown
-from kvtier.spec import MOST_LAYERS, Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Kind, SlidingWindow
 
 _KIND_NAMES = ("full", "sliding", "chunked")
 """Group base names, indexed by ``Kind``."""

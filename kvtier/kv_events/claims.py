@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.events import EventKind, KVEvent
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.kv_events import wire
 from kvtier.kv_events.stored import Needs, RemoteRule, runs_of
 from kvtier.kv_events.texts import Ordered, Run, Texts
 from kvtier.remote.objects import Name, ObjectPlan
-from kvtier.spec import CacheSpec, Kind
 
 NOWHERE, DEVICE, HOST, STORE = 0, 1, 2, 3
 MEDIA = {DEVICE: wire.GPU, HOST: wire.CPU, STORE: wire.STORAGE}

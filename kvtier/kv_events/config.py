@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
-from kvtier.spec import CacheSpec, Kind
 
 TRANSPORTS = ("tcp://", "ipc://")
 _COUNTS = ("buffer_steps", "hwm", "max_queue_size")

@@ -19,11 +19,11 @@ import numpy as np
 from kvtier.cache import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.events import KVEvents
+from kvtier.geometry.spec import Kind
 from kvtier.kv_events.config import KVEventsConfig
 from kvtier.kv_events.stored import RemoteNews
 from kvtier.machine.errors import ConfigError
 from kvtier.remote.known import MOST_KNOWN, Changes
-from kvtier.spec import Kind
 
 INTERVAL_S = 0.05
 SLACK_BLOCKS = 65_536

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 from kvtier.kv_events.texts import Run
 from kvtier.remote.objects import Name, ObjectPlan
-from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 Mask = npt.NDArray[np.bool_]
 

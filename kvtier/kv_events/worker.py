@@ -21,7 +21,7 @@ import numpy.typing as npt
 import zmq
 
 from kvtier.events import KVEvent
-from kvtier.keys import KeyChain
+from kvtier.geometry.keys import KeyChain
 from kvtier.kv_events import wire
 from kvtier.kv_events.claims import Claims
 from kvtier.kv_events.config import KVEventsConfig

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.memory_limits import available_ram_bytes
-from kvtier.spec import DTYPE_BYTES, CacheSpec
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
 from kvtier.machine.loops import aligned
 from kvtier.machine.loops.jit import records
 from kvtier.pools import batches, exchange, slab_loops

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.layout import Layout, Seams
+from kvtier.geometry.layout import Layout, Seams
+from kvtier.geometry.sizing import fixed_blocks, layout_of, parse_bytes
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.checked import CheckedPools
-from kvtier.sizing import fixed_blocks, layout_of, parse_bytes
-from kvtier.spec import CacheSpec
 
 MakeMemory = Callable[[int, str, Seams], npt.NDArray[np.uint8] | None]
 """(bytes, setting, places where it may be cut) -> memory, uint8 [bytes], or None for ordinary memory."""

@@ -7,9 +7,9 @@ Does not   ask the remote: ``open_backend`` does.
 
 from __future__ import annotations
 
+from kvtier.geometry.options import STORE_MODES
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
-from kvtier.options import STORE_MODES
 from kvtier.remote.block_store import PROTOCOL
 from kvtier.remote.uri import check_packages, parse_uri
 

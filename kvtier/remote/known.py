@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
 from kvtier.remote.objects import Name
 
 MOST_KNOWN = 2**18

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.cpu_offload.outside import OutsideSpec
-from kvtier.keys import KeyChain, encoded_fields
+from kvtier.geometry.keys import KeyChain, encoded_fields
+from kvtier.geometry.outside import OutsideSpec
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError
 from kvtier.remote.envelope import FORMAT, MOST_KIND
-from kvtier.spec import CacheSpec
 
 ROOT = "kvt1"
 """The first part of every name. Whatever else lies in a bucket or directory is left alone."""

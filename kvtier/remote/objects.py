@@ -21,9 +21,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
+from kvtier.geometry.spec import Attention, Kind
 from kvtier.pools.block_pool import Ids, Words
-from kvtier.spec import Attention, Kind
 
 LEAST_BYTES = 256 * 1024
 

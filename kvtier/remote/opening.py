@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.outside import OutsideSpec
 from kvtier.cpu_offload.tier_memory import HostSide, TierMemory
-from kvtier.keys import KeyChain
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.outside import OutsideSpec
+from kvtier.geometry.spec import CacheSpec
 from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.block_store import Backend
 from kvtier.remote.names import namespace, of_worker, outside_namespace
@@ -18,7 +19,6 @@ from kvtier.remote.relay import RelayedBackend, RelayedWire, RemoteWorker
 from kvtier.remote.tier import RemoteTier
 from kvtier.remote.uri import PATIENCE, SpillWhen, open_backend, parse_uri
 from kvtier.remote.wire import Wire
-from kvtier.spec import CacheSpec
 
 
 def open_remote(

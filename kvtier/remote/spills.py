@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned

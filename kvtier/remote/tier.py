@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import TransferState
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
 from kvtier.machine.stats import RemoteStats
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
 from kvtier.remote.block_store import DAMAGED, Answer, Outcome

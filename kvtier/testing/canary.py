@@ -23,9 +23,9 @@ from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
+from kvtier.geometry.spec import GroupSpec, Kind
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_state import Col, Place
-from kvtier.spec import GroupSpec, Kind
 from kvtier.testing._canary_loops import (
     digest_pages,
     poison_blocks,

@@ -20,7 +20,7 @@ from kvtier.cpu_offload.engines.by_name import MakesEngine, as_factory, build_en
 from kvtier.cpu_offload.engines.simulated import Faults
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.layout import Seams
+from kvtier.geometry.layout import Seams
 
 _FATES = ("fail", "tear", "corrupt")
 

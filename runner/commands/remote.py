@@ -171,7 +171,7 @@ def _stat(shelf: Any, args: argparse.Namespace) -> int:
 
 
 def _gc(shelf: Any, args: argparse.Namespace) -> int:
-    from kvtier.sizing import parse_bytes
+    from kvtier.geometry.sizing import parse_bytes
 
     most = parse_bytes(args.max_bytes, "--max-bytes")
     if args.every is None:

@@ -225,7 +225,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _remote_options(args: argparse.Namespace) -> dict[str, Any]:
     from kvtier import ConfigError
-    from kvtier.sizing import parse_bytes
+    from kvtier.geometry.sizing import parse_bytes
 
     file = getattr(args, "kv_remote_secret_file", None)
     if not hasattr(args, "kv_remote"):

@@ -15,10 +15,10 @@ from typing import Any, assert_never
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvtier.geometry.spec import Attention, CacheSpec, Kind
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import query_heads, text_config
 from kvtier.machine.errors import UnsupportedModel
-from kvtier.spec import Attention, CacheSpec, Kind
 from runner.checkpoint import auto_class
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvtier import capacity
+from kvtier.geometry import capacity
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError
-from kvtier.spec import CacheSpec
 from runner.pictures import pyplot
 from runner.plan.report import Plan, RemotePlan
 

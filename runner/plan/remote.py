@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.coordinator.seek import CALL_S
+from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 from kvtier.remote.envelope import TRAILER_BYTES
 from kvtier.remote.objects import ObjectPlan
-from kvtier.spec import CacheSpec, GroupSpec, Kind
 from runner.plan.report import LengthPlan, RemoteLength, RemotePlan
 
 

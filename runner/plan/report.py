@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtier.spec import CacheSpec
+from kvtier.geometry.spec import CacheSpec
 
 
 @dataclass(frozen=True)

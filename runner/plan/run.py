@@ -1,4 +1,4 @@
-"""Makes a plan: reads the config, then asks ``kvtier.capacity``."""
+"""Makes a plan: reads the config, then asks ``kvtier.geometry.capacity``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvtier import capacity
+from kvtier.geometry import capacity
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.sizing import layout_of, parse_bytes
+from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
-from kvtier.layout import Layout
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 from kvtier.machine.integers import shown
-from kvtier.sizing import layout_of, parse_bytes
-from kvtier.spec import CacheSpec, GroupSpec, Kind
 from runner.checkpoint import find_config
 from runner.plan import compute
 from runner.plan.remote import plan_remote

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvtier.spec import DTYPE_BYTES
+from kvtier.geometry.spec import DTYPE_BYTES
 from runner.plan.report import Plan
 from runner.plan.show_remote import break_even, holds_table, remote_notes, remote_table
 from runner.plan.units import count, flop, numerous, seconds, size, tokens_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.spec import GroupSpec
+from kvtier.geometry.spec import GroupSpec
 
 Place = tuple[str, int]
 """Group, and index of a layer in it."""

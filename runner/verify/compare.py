@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.spec import CacheSpec, GroupSpec
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from runner.verify.cold import Cold, Entry, bounds, read_slots, samples
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier import CacheSpec, ConfigError, GroupSpec
-from kvtier.spec import Kind
+from kvtier.geometry.spec import Kind
 from runner import needle
 from runner.model import HybridModel
 from runner.prompts import ordinary_tokens

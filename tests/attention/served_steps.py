@@ -23,7 +23,7 @@ from torch import Tensor
 from kvtier import KVCache, Request, Scheduler, Step
 from kvtier.attention import reference
 from kvtier.attention.fp8 import layer_scales
-from kvtier.spec import GroupSpec
+from kvtier.geometry.spec import GroupSpec
 
 HEADS = 4
 

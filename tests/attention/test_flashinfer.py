@@ -20,8 +20,8 @@ from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention._flashinfer_batch import Batch
 from kvtier.attention.flashinfer import FlashInfer, check_views, workspace_bytes_for
 from kvtier.attention.paged import paged_from_table
+from kvtier.geometry.spec import Attention
 from kvtier.machine.errors import AttentionUnavailable, ConfigError, InvariantBroken, MemoryUnavailable, StepError
-from kvtier.spec import Attention
 
 need_flashinfer()
 pytestmark = pytest.mark.usefixtures("one_thread")

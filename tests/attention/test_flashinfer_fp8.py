@@ -15,9 +15,9 @@ from attention.test_flashinfer import KINDS, WINDOW, group_of
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, Step
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.attention.fp8 import layer_scales
-from kvtier.kv_scales import KVScales
+from kvtier.geometry.kv_scales import KVScales
+from kvtier.geometry.spec import Attention
 from kvtier.machine.errors import AttentionUnavailable
-from kvtier.spec import Attention
 
 need_flashinfer()
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.attention.fp8 import layer_scales
-from kvtier.kv_scales import KVScales
+from kvtier.geometry.kv_scales import KVScales
 
 pytestmark = [
     pytest.mark.gpu,

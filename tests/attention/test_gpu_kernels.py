@@ -23,7 +23,7 @@ from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.ttft import MODELS
 from kvtier.attention._flashinfer_plan import Indices, PlanKey, Wrappers
 from kvtier.attention.choice import Machine, choose
-from kvtier.spec import CacheSpec
+from kvtier.geometry.spec import CacheSpec
 from runner.checkpoint import find_config
 from runner.needle import weights_path
 

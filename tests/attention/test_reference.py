@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from kvtier.attention import _decode, _parts, _plan
 from kvtier.attention._plan import Bands, Geometry, Singles, Span
 from kvtier.attention.reference import PagedBatch, attend, write_kv
+from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.machine.errors import StepError
-from kvtier.spec import Attention, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 
 NAN = float("nan")
 LONG = sized(24_576, 90_112)

@@ -10,8 +10,9 @@ from unittest.mock import patch
 import numpy as np
 
 from core.driving import Serving
-from kvtier import CacheSpec, layout
-from kvtier.layout import Layout
+from kvtier import CacheSpec
+from kvtier.geometry import layout
+from kvtier.geometry.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Col, Mark, Place, SlabCol
 
 SIZES = (32, 48)

@@ -35,7 +35,7 @@ from kvtier import (
 from kvtier.coordinator import running, scheduler
 from kvtier.coordinator.advance import advance
 from kvtier.coordinator.plan import valid_ids
-from kvtier.keys import KeyChain
+from kvtier.geometry.keys import KeyChain
 from kvtier.machine.loops import aligned as _aligned
 from kvtier.pools.arena import Arena
 from kvtier.testing import canary_spec

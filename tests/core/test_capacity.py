@@ -11,19 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from core.driving import prompt, sees, visible_blocks
-from kvtier import (
-    CacheSpec,
-    ChunkedLocal,
-    FullAttention,
-    GroupSpec,
-    KVCache,
-    Request,
-    Scheduler,
-    SlidingWindow,
-    capacity,
-)
-from kvtier.layout import Layout
-from kvtier.spec import Attention
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.geometry import capacity
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import Attention
 
 BT = 4
 

@@ -24,7 +24,7 @@ from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums
 from kvtier import FullAttention, SlidingWindow
 from kvtier.cpu_offload.engines.cuda import link as cuda_link
-from kvtier.spec import GroupSpec
+from kvtier.geometry.spec import GroupSpec
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -86,7 +86,7 @@ READ_THE_ENVIRONMENT = {
 }
 SHARED = {"kvtier.pools.block_pool"}  # the pool class is tier-agnostic and serves both tiers
 LAZY = {
-    ("kvtier.spec", "kvtier.integrations"),  # CacheSpec.from_config, read when called
+    ("kvtier.geometry.spec", "kvtier.integrations"),  # CacheSpec.from_config, read when called
     ("kvtier.warmup", "kvtier.attention"),  # the loops of decode steps on a CPU, which need no torch
     ("kvtier.cpu_offload", "kvtier.attention"),  # the checksum kernel, read when a GPU's link is built
 }
@@ -211,7 +211,7 @@ def test_every_module_has_its_place_in_the_diagram():
         ("kvtier.gpu_pool.block_table", "from kvtier.coordinator.scheduler import Scheduler"),
         ("kvtier.cpu_offload.connector", "import kvtier.gpu_pool.block_table"),
         ("kvtier.coordinator.match", "from kvtier.cache import KVCache"),
-        ("kvtier.spec", "from kvtier.gpu_pool import arena"),
+        ("kvtier.geometry.spec", "from kvtier.gpu_pool import arena"),
         ("kvtier.coordinator.plan", "from runner import LLM"),
         ("kvtier.attention.reference", "import kvtier.cache"),
         ("kvtier.coordinator.step", "def f():\n    from kvtier.testing import CanaryEngine"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, InvalidRequest, KVScales, SlidingWindow
-from kvtier.keys import KeyChain, _extend
+from kvtier.geometry.keys import KeyChain, _extend
 
 REFERENCE = {  # SipHash-2-4-128, key 00 01 .. 0f, message 00 01 .. n-1; the authors' vectors.h
     16: "6ee2a4ca67b054bbfd3315bf85230577",

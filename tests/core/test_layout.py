@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvtier.layout import FEWEST_SLABS, LARGEST_SLAB, MOST_SLABS, Layout
+from kvtier.geometry.layout import FEWEST_SLABS, LARGEST_SLAB, MOST_SLABS, Layout
 
 SIZES = st.lists(st.integers(1, 400).map(lambda n: 16 * n), min_size=1, max_size=4)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from core.driving import prompt
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, SlidingWindow
-from kvtier.sizing import fixed_blocks, parse_bytes, split_bytes
+from kvtier.geometry.sizing import fixed_blocks, parse_bytes, split_bytes
 
 KINDS = {"full": FullAttention(), "win": SlidingWindow(512), "chunk": ChunkedLocal(1024)}
 

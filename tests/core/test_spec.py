@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from core.driving import sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, SlidingWindow
 from kvtier.coordinator.needs import peak_blocks
+from kvtier.geometry.spec import ALIGN_BYTES, Attention, Kind
 from kvtier.gpu_pool.row_state import first_position, geometry_of
-from kvtier.spec import ALIGN_BYTES, Attention, Kind
 
 FULL = FullAttention()
 

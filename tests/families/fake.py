@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.spec import CacheSpec, GroupSpec
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 
 NULL = 0
 

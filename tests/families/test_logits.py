@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtier.attention import reference
-from kvtier.spec import FullAttention, GroupSpec
+from kvtier.geometry.spec import FullAttention, GroupSpec
 from runner.model import HybridModel
 
 from . import zoo

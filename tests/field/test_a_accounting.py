@@ -13,8 +13,8 @@ from core.slabs import shared_serving
 
 from kvtier import ChunkedLocal, FullAttention, InvariantBroken, SlidingWindow
 from kvtier.coordinator import extension
-from kvtier.keys import KeyChain
-from kvtier.layout import Layout
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Col, Place
 from kvtier.testing import canary_spec, expected_tokens
 

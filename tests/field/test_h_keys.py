@@ -11,8 +11,8 @@ import pytest
 from core.driving import prompt
 
 from kvtier import ChunkedLocal, FullAttention, InvalidRequest, Request, SlidingWindow
-from kvtier.keys import KeyChain
-from kvtier.layout import Layout
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.testing import canary_spec
 

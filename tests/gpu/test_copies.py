@@ -20,9 +20,9 @@ from kvtier.cpu_offload.engines.paths import Calibration, CopyPath
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import DTYPE_BYTES
 from kvtier.pools.arena import Arena
-from kvtier.spec import DTYPE_BYTES
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 KINDS = {"full": FullAttention(), "window": SlidingWindow(32), "chunk": ChunkedLocal(64)}

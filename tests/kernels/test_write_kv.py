@@ -213,7 +213,7 @@ def test_scales_are_for_float8_only() -> None:
 def test_strided_views_are_what_the_arena_gives() -> None:
     """The layouts of these tests are the real ones."""
     from kvtier import CacheSpec, FullAttention, GroupSpec
-    from kvtier.layout import Layout
+    from kvtier.geometry.layout import Layout
     from kvtier.pools.arena import Arena
 
     for dims in ((16, 16), (24, 16)):

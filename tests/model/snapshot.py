@@ -40,8 +40,8 @@ from kvtier.coordinator.tracked import ForTransfer, ForTwin, Tracked
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
+from kvtier.geometry.keys import KeyChain
 from kvtier.gpu_pool.row_state import Phase
-from kvtier.keys import KeyChain
 from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools, Col, Mark

@@ -10,7 +10,7 @@ import inside
 import numpy as np
 
 from kvtier import KVCache
-from kvtier.keys import KeyArray
+from kvtier.geometry.keys import KeyArray
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.moves import Move, Seek
 from kvtier.remote.objects import Name, ObjectPlan, Objects

@@ -20,8 +20,8 @@ from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines.streams import StreamsEngine
+from kvtier.geometry.keys import KeyChain
 from kvtier.gpu_pool.exports import Exports
-from kvtier.keys import KeyChain
 from kvtier.pools.block_pool import Place
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec, expected_tokens
 from kvtier.testing.canary import POISON

@@ -33,7 +33,6 @@ from kvtier import (
     Scheduler,
     SlidingWindow,
     Step,
-    layout,
 )
 from kvtier.audit.run import AuditLevel
 from kvtier.coordinator.seek import UNKNOWN_S
@@ -42,6 +41,7 @@ from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, TransferState
+from kvtier.geometry import layout
 from kvtier.gpu_pool import block_table
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark

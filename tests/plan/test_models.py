@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.models import MODELS
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow, UnsupportedModel, capacity
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow, UnsupportedModel
+from kvtier.geometry import capacity
 from kvtier.integrations.transformers import query_heads
 from runner.plan import compute
 

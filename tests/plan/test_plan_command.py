@@ -13,8 +13,9 @@ from transformers import AutoConfig
 
 import kvtier
 from benchmarks import models
-from kvtier import CacheSpec, ConfigError, capacity
-from kvtier.sizing import layout_of
+from kvtier import CacheSpec, ConfigError
+from kvtier.geometry import capacity
+from kvtier.geometry.sizing import layout_of
 from runner.cli import main
 from runner.needle import weights_path
 from runner.plan import Options, run

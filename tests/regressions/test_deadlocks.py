@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, RequestTooLarge, Scheduler, SlidingWindow
-from kvtier.spec import CacheSpec
+from kvtier.geometry.spec import CacheSpec
 from kvtier.testing import Faults, SimulatedEngine, canary_spec, expected_tokens
 
 FULL = {"full": (FullAttention(), 16)}

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvtier import CacheSpec, ConfigError, FullAttention, GroupSpec, SlidingWindow
-from kvtier.keys import KeyChain
-from kvtier.kv_scales import KVScales
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.kv_scales import KVScales
 from kvtier.remote import names
 from kvtier.remote.names import Name, namespace, object_name, parse
 from remote.driving import NAMESPACE, key, name

@@ -16,7 +16,7 @@ from families import zoo
 from families.conftest import Family
 from transformers import AutoModelForCausalLM
 
-from kvtier.spec import Kind
+from kvtier.geometry.spec import Kind
 from runner import LLM, RequestOutput, SamplingParams
 
 from .recorder import Recorder, eager_logits

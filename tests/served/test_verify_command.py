@@ -22,8 +22,8 @@ from families.conftest import Family
 from kvtier import DeviceUnavailable, KVCache
 from kvtier.attention import reference
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.keys import KeyChain
-from kvtier.spec import Kind
+from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.spec import Kind
 from kvtier.testing import Faults, SimulatedEngine
 from kvtier.warmup import warm_up
 from runner import verify

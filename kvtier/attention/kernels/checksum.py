@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.kernels.choice import need_triton
+from kvtier.geometry.spec import ALIGN_BYTES
 from kvtier.machine.errors import TransferError
-from kvtier.spec import ALIGN_BYTES
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = 0xD6E8FEB86659FD93

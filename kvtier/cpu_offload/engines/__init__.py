@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.layout import Seams
+from kvtier.geometry.layout import Seams
 from kvtier.machine.stats import LinkStats
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class EngineFactory(ABC):
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8] | None:
         """Memory for the host tier, uint8 [num_bytes]; None, the default: the cache takes ordinary memory.
 
-        ``setting``: the option that gave its size, for messages. ``seams``: where it may be cut, see ``kvtier.layout``.
+        ``setting``: the option that gave its size, for messages. ``seams``: where it may be cut, see ``kvtier.geometry.layout``.
         """
         return None
 

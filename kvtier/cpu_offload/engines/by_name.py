@@ -15,7 +15,7 @@ from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.layout import Seams
+from kvtier.geometry.layout import Seams
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
 

@@ -36,8 +36,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         import vllm
 
+        from kvtier.geometry.sizing import parse_bytes
         from kvtier.host_plan import HostPlan
-        from kvtier.sizing import parse_bytes
 
         self._settings = check(vllm_config, vllm.__version__)
         geometry = geometry_of(kv_cache_config)

@@ -18,7 +18,7 @@ from kvtier.machine.errors import UnsupportedModel
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.cpu_offload.outside import OutsideGroup
+    from kvtier.geometry.outside import OutsideGroup
     from kvtier.host_plan import HostPlan
 
 HASH_BYTES = 16
@@ -70,7 +70,7 @@ class Geometry:
 
 def geometry_of(config: Any) -> Geometry:
     """Of vLLM's ``KVCacheConfig``. Raises ``UnsupportedModel``."""
-    from kvtier.cpu_offload.outside import Fragment, OutsideGroup
+    from kvtier.geometry.outside import Fragment, OutsideGroup
 
     places, strides = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
     for tensor in config.kv_cache_tensors:
@@ -119,7 +119,7 @@ def _layer_specs(group: Any) -> dict[str, Any]:
 
 def _attention(layer: str, spec: Any) -> Any:
     """The attention kind of a layer's spec. Raises ``UnsupportedModel``."""
-    from kvtier.spec import ChunkedLocal, FullAttention, SlidingWindow
+    from kvtier.geometry.spec import ChunkedLocal, FullAttention, SlidingWindow
 
     name = type(spec).__name__
     makes: dict[str, Callable[[], Any]] = {

@@ -53,8 +53,8 @@ class Settings:
     @staticmethod
     def of(given: Mapping[str, Any]) -> Settings:
         """Raises ``ConfigError`` for what is missing, unknown or out of range."""
-        from kvtier.options import FORMER_NAMES, check_choices, seconds
-        from kvtier.sizing import parse_bytes
+        from kvtier.geometry.options import FORMER_NAMES, check_choices, seconds
+        from kvtier.geometry.sizing import parse_bytes
 
         names = [field.name for field in fields(Settings)]
         for name in given:

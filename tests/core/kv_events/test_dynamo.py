@@ -17,7 +17,7 @@ from core.driving import prompt
 from core.kv_events.indexer import Indexer, why_not
 from kvtier import FullAttention, KVCache, Request, SlidingWindow
 from kvtier.coordinator.tracked import Tracked
-from kvtier.keys import Text
+from kvtier.geometry.keys import Text
 from kvtier.kv_events.publisher import KVEventPublisher
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier import SlidingWindow
+from kvtier.geometry.layout import Layout
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import RowCol
-from kvtier.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Col, Mark, Place
 from kvtier.testing import canary_spec
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier import FullAttention, InvariantBroken, KVCache
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.pools.checked import CheckedPools
 from kvtier.testing import canary_spec

@@ -33,7 +33,7 @@ from core.slabs import (
     whole_slab,
 )
 from kvtier import FullAttention, Request, RequestTooLarge, Scheduler, SlidingWindow
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
 from kvtier.pools.block_pool import BlockPools, Col, Mark, Place, SlabCol
 from kvtier.pools.cached_ring import LOOK
 from kvtier.testing import canary_spec

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines.cuda import numa
-from kvtier.layout import Seams
+from kvtier.geometry.layout import Seams
 from kvtier.machine.errors import MemoryUnavailable
 from kvtier.machine.memory_limits import explain, limits
 

@@ -29,7 +29,7 @@ from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import Submission, SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.layout import Seams
+from kvtier.geometry.layout import Seams
 from kvtier.machine.errors import DeviceUnavailable
 from kvtier.machine.kept import KEPT
 from kvtier.machine.stats import LinkStats

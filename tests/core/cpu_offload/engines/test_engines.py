@@ -16,7 +16,7 @@ from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
 from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.arena import Arena
 

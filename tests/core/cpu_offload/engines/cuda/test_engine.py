@@ -38,9 +38,9 @@ from kvtier.cpu_offload.engines.paths import (
     CopyPath,
 )
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import DTYPE_BYTES
 from kvtier.machine.wakeup import Wakeup
-from kvtier.spec import DTYPE_BYTES
 
 PAGE = 4096
 

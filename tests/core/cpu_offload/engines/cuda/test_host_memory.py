@@ -15,7 +15,7 @@ import pytest
 from kvtier import MemoryUnavailable
 from kvtier.cpu_offload.engines.cuda import host_memory, numa
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration, pieces_of
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
 
 PAGE = mmap.PAGESIZE
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.geometry.sizing import MOST_BYTES
+from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
-from kvtier.sizing import MOST_BYTES
-from kvtier.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 
 MOST_IDS = 2**31
 """Block ids are int32."""

@@ -15,7 +15,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any, assert_never
 
-from kvtier.kv_scales import KVScales, layer_row
+from kvtier.geometry.kv_scales import KVScales, layer_row
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import number, shown
-from kvtier.spec import CacheSpec
 
 
 @dataclass(frozen=True)

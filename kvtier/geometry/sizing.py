@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvtier.layout import Layout
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.integers import integer, shown
-from kvtier.spec import CacheSpec, GroupSpec, Kind
 
 _UNITS = {"": 1, "b": 1}
 for _i, _letter in enumerate("kmgt", 1):

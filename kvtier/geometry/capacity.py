@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
-from kvtier.layout import Layout
-from kvtier.spec import CacheSpec, GroupSpec, Kind
+from kvtier.geometry.layout import Layout
+from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 
 Blocks = tuple[int, ...]
 """Blocks per group."""

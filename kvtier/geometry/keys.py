@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import integer
 from kvtier.machine.loops.jit import inlined, jit
-from kvtier.spec import CacheSpec
 
 KeyArray = npt.NDArray[np.uint64]
 """uint64 [n, 2]: low and high word of n keys."""

@@ -1,0 +1,1 @@
+"""What is cached and what it takes: groups, keys, layouts, sizes, options."""
