@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.audit.run import Violation
-    from kvtier.cache import KVCache
+    from kvtier.cache.facade import KVCache
+    from kvtier.cache.warmup import WarmUp, warm_up
     from kvtier.coordinator.manager import CacheManager
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from kvtier.machine.journal import Event, Journal
     from kvtier.machine.stats import CacheStats
     from kvtier.relayed_books import RelayedBooks
-    from kvtier.warmup import WarmUp, warm_up
 
 __version__ = "0.1.0"
 
@@ -98,7 +98,7 @@ __all__ = [
 
 _HOMES = {
     "kvtier.audit.run": "Violation",
-    "kvtier.cache": "KVCache",
+    "kvtier.cache.facade": "KVCache",
     "kvtier.coordinator.manager": "CacheManager",
     "kvtier.coordinator.request": "FinishedRequest Request Shortage",
     "kvtier.coordinator.scheduler": "Scheduler",
@@ -121,7 +121,7 @@ _HOMES = {
     "kvtier.relayed_books": "RelayedBooks",
     "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.machine.stats": "CacheStats",
-    "kvtier.warmup": "WarmUp warm_up",
+    "kvtier.cache.warmup": "WarmUp warm_up",
 }
 """Each module, and the names that it gives to the package."""
 

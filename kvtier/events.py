@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache import KVCache
+from kvtier.cache.facade import KVCache
 from kvtier.coordinator.request import Request
 from kvtier.geometry.keys import KeyArray
 from kvtier.host_books import HostBooks

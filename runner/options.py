@@ -16,10 +16,10 @@ import numpy as np
 
 from kvtier import CacheSpec, ConfigError
 from kvtier.attention.flashinfer import Held
+from kvtier.cache.settings import Options
 from kvtier.cpu_offload.engines.cuda.link import check_software
 from kvtier.geometry.sizing import parse_bytes
 from kvtier.machine.integers import shown
-from kvtier.settings import Options
 from runner import memory
 from runner.device import model_device
 from runner.memory import Memory

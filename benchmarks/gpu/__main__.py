@@ -111,7 +111,7 @@ def gather(part: str, run: Callable[[], Iterator[Figure]], figures: list[Figure]
 
 def compiled() -> Iterator[Figure]:
     """The loops that numba compiles, which takes a minute once and is kept on disk for the processes that follow."""
-    from kvtier.warmup import warm_up
+    from kvtier.cache.warmup import warm_up
 
     yield Figure(
         kernels.SECTION, "compiled loops are there after", warm_up().seconds, "s", note="before the clock starts"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cache import KVCache
+from kvtier.cache.facade import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.events import KVEvents
 from kvtier.geometry.spec import Kind

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cache import KVCache
+from kvtier.cache.facade import KVCache
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step

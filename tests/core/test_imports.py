@@ -48,7 +48,7 @@ LAYERS = [
     {"kvtier.coordinator"},
     {
         "kvtier",
-        "kvtier.cache",
+        "kvtier.cache.facade",
         "kvtier.audit",
         "kvtier.events",
         "kvtier.explanation",
@@ -62,16 +62,16 @@ LAYERS = [
         "kvtier.host_text",
         "kvtier.host_tier",
         "kvtier.host_worker",
-        "kvtier.pools.tier",
+        "kvtier.cache.tier",
         "kvtier.relayed_books",
-        "kvtier.settings",
+        "kvtier.cache.settings",
         "kvtier.audit.counters",
         "kvtier.audit.pools",
         "kvtier.audit.requests",
         "kvtier.audit.rows",
         "kvtier.audit.step",
         "kvtier.audit.transfers",
-        "kvtier.warmup",
+        "kvtier.cache.warmup",
     },  # the facade: what an engine holds
     {"kvtier.testing"},
     {"kvtier.integrations.vllm"},  # a plug-in: it stands on the facade
@@ -87,7 +87,7 @@ READ_THE_ENVIRONMENT = {
 SHARED = {"kvtier.pools.block_pool"}  # the pool class is tier-agnostic and serves both tiers
 LAZY = {
     ("kvtier.geometry.spec", "kvtier.integrations"),  # CacheSpec.from_config, read when called
-    ("kvtier.warmup", "kvtier.attention"),  # the loops of decode steps on a CPU, which need no torch
+    ("kvtier.cache.warmup", "kvtier.attention"),  # the loops of decode steps on a CPU, which need no torch
     ("kvtier.cpu_offload", "kvtier.attention"),  # the checksum kernel, read when a GPU's link is built
 }
 TENSORS = {"kvtier.pools.arena", "kvtier.attention", "kvtier.integrations", "runner"}
@@ -195,8 +195,8 @@ def test_no_module_imports_itself_in_a_roundabout_way():
         if name not in ("kvtier", "runner")
     }
     assert circles(arrows) == []
-    arrows["kvtier.machine.errors"].add("kvtier.cache")
-    assert ["kvtier.cache", "kvtier.machine.errors"] in circles(arrows)
+    arrows["kvtier.machine.errors"].add("kvtier.cache.facade")
+    assert ["kvtier.cache.facade", "kvtier.machine.errors"] in circles(arrows)
 
 
 def test_every_module_has_its_place_in_the_diagram():
@@ -210,10 +210,10 @@ def test_every_module_has_its_place_in_the_diagram():
         ("kvtier.pools.arena", "from kvtier.cpu_offload.connector import Connector"),
         ("kvtier.gpu_pool.block_table", "from kvtier.coordinator.scheduler import Scheduler"),
         ("kvtier.cpu_offload.connector", "import kvtier.gpu_pool.block_table"),
-        ("kvtier.coordinator.match", "from kvtier.cache import KVCache"),
+        ("kvtier.coordinator.match", "from kvtier.cache.facade import KVCache"),
         ("kvtier.geometry.spec", "from kvtier.gpu_pool import arena"),
         ("kvtier.coordinator.plan", "from runner import LLM"),
-        ("kvtier.attention.reference", "import kvtier.cache"),
+        ("kvtier.attention.reference", "import kvtier.cache.facade"),
         ("kvtier.coordinator.step", "def f():\n    from kvtier.testing import CanaryEngine"),
     ],
 )

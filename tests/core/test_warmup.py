@@ -19,11 +19,11 @@ import pytest
 from patience import PATIENCE_S
 
 import kvtier
-from kvtier import warmup
+from kvtier.cache import warmup
+from kvtier.cache.warmup import COMPILING, UNKEPT, WAITING, warm_up
 from kvtier.machine.loops import machine_code
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.machine.loops.machine_code import Keeper, lock
-from kvtier.warmup import COMPILING, UNKEPT, WAITING, warm_up
 
 WARM_START = """
 import sys; sys.path.insert(0, sys.argv[1])
@@ -269,7 +269,7 @@ def test_the_notice_says_what_is_done_and_where_it_is_kept(
     monkeypatch.setattr(warmup, "_run", compile_one)
     monkeypatch.setattr(Keeper, "is_kept", lambda self: not missing)
     monkeypatch.setattr(warmup, "keepers", lambda: machine_code.keepers()[:1] * 50)
-    with caplog.at_level(logging.WARNING, "kvtier.warmup"):
+    with caplog.at_level(logging.WARNING, "kvtier.cache.warmup"):
         warm_up()
     assert caplog.messages == [text.format(root=root) for text in expected]
 
@@ -319,7 +319,7 @@ def test_parts_are_compiled_once_for_constants_and_widths_and_never_for_python(k
 
 
 def test_the_imports_that_a_loop_is_kept_by_are_those_that_python_sees() -> None:
-    root = Path(machine_code.__file__).parent
+    root = machine_code.PACKAGE
     files, imports = machine_code._imports(root)
     for name, path in files.items():
         seen = set[str]()

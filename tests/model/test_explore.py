@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from breadth import sample
 
+from kvtier.cache.warmup import warm_up
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.room import Room
@@ -23,7 +24,6 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.ledger import Ledger
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.remote.tier import RemoteTier
-from kvtier.warmup import warm_up
 
 from . import explore as explorer
 from .explore import Config, components, configurations, explore

@@ -119,7 +119,8 @@ class Copy:
         try:
             for file, text in texts.items():
                 self._write(Path(file), text.encode())
-            if any("kvtier.machine.loops.jit" in text or Path(file).parent.name in WITH_LOOPS for file, text in texts.items()):
+            loops = "kvtier.machine.loops.jit"
+            if any(loops in text or Path(file).parent.name in WITH_LOOPS for file, text in texts.items()):
                 self.compile()
             yield
         finally:
@@ -140,7 +141,7 @@ class Copy:
 
     def compile(self) -> None:
         """Compiles the loops, so that no test's time goes into that. Whether they are sound is for the tests to say."""
-        self._run("from kvtier.warmup import warm_up; warm_up()", [], COMPILE_LIMIT_S)
+        self._run("from kvtier.cache.warmup import warm_up; warm_up()", [], COMPILE_LIMIT_S)
 
     def _run(self, code: str, arguments: Sequence[str], limit_s: float) -> tuple[int | None, str]:
         """Python in the copy: its exit status, None if the time limit ended it, and what it printed."""

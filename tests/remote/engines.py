@@ -26,11 +26,11 @@ from core.driving import Serving, prompt
 from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
+from kvtier.cache.warmup import warm_up
 from kvtier.remote import objects
 from kvtier.remote.envelope import checksum_of
 from kvtier.remote.obstore_store import load_obstore
 from kvtier.testing import canary_spec
-from kvtier.warmup import warm_up
 
 GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(48), 16), "chunk": (ChunkedLocal(64), 16)}
 LAYERS = {"full": 16, "win": 16, "chunk": 16}

@@ -21,11 +21,11 @@ from families.conftest import Family
 
 from kvtier import DeviceUnavailable, KVCache
 from kvtier.attention import reference
+from kvtier.cache.warmup import warm_up
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.geometry.keys import KeyChain
 from kvtier.geometry.spec import Kind
 from kvtier.testing import Faults, SimulatedEngine
-from kvtier.warmup import warm_up
 from runner import verify
 from runner.cli import main
 from runner.model import HybridModel

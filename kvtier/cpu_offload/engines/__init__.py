@@ -158,7 +158,7 @@ class EngineFactory(ABC):
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8] | None:
         """Memory for the host tier, uint8 [num_bytes]; None, the default: the cache takes ordinary memory.
 
-        ``setting``: the option that gave its size, for messages. ``seams``: where it may be cut, see ``kvtier.geometry.layout``.
+        ``setting``: the option that gave its size, for messages. ``seams``: where it may be cut (``geometry.layout``).
         """
         return None
 

@@ -50,6 +50,8 @@ KEEP_S = 30 * 24 * 3600.0
 WAIT_S = 600.0
 """A process waits no longer than this for another process that compiles."""
 POLL_S = 0.05
+PACKAGE = Path(__file__).parents[2]
+"""kvtier, whose sources tell which machine code is whose."""
 
 _IMPORT = re.compile(r"^\s*from kvtier\.?([\w.]*) import (?:\(([^)]*)\)|(.+)$)", re.MULTILINE)
 
@@ -64,7 +66,7 @@ def _imports(root: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
 def _sources(root: Path, module: str) -> list[Path]:
     """The files of ``module`` and of all modules that it imports, in order of their names."""
     files, imports = _imports(root)
-    found, new = set[str](), {module, "_jit"} & files.keys()
+    found, new = set[str](), {module, "machine.loops.jit"} & files.keys()
     while new:
         found |= new
         new = set().union(*(imports[name] for name in new)) - found
@@ -103,7 +105,7 @@ def _folder_of(root: Path, module: str) -> Path:
     settings: Any = config
     versions = sys.implementation.cache_tag, numba.__version__, llvmlite.__version__, settings.BOUNDSCHECK
     digest = hashlib.blake2b(f"{module} {versions}".encode(), digest_size=10)
-    for path in _sources(Path(__file__).parent, module):
+    for path in _sources(PACKAGE, module):
         digest.update(path.read_bytes())
     return root / digest.hexdigest()
 

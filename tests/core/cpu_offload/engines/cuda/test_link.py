@@ -166,13 +166,13 @@ def test_behind_a_bad_link_texts_are_right_and_its_memory_is_pinned(make_serving
 
 
 @pytest.mark.parametrize(
-    "where", ["kvtier.pools.tier.CheckedPools", "kvtier.cache.TierMemory", "kvtier.cache.Connector"]
+    "where", ["kvtier.cache.tier.CheckedPools", "kvtier.cache.facade.TierMemory", "kvtier.cache.facade.Connector"]
 )
 def test_a_cache_that_cannot_be_made_pins_nothing(linked, monkeypatch, where):
     options, cuda = linked()
 
     def refuse(*arguments):
-        if where != "kvtier.pools.tier.CheckedPools" or cuda.registered:  # the host tier's books
+        if where != "kvtier.cache.tier.CheckedPools" or cuda.registered:  # the host tier's books
             raise MemoryError("no room for books")
         return BlockPools(*arguments)
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.audit.run import AuditLevel, level_from_environment
+from kvtier.cache.tier import Tier, device_tier, host_tier
 from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
 from kvtier.geometry.options import check_choices, check_identity, check_spec, seconds
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.device import resolve_device
 from kvtier.machine.journal import num_events
-from kvtier.pools.tier import Tier, device_tier, host_tier
 from kvtier.remote.block_store import Backend
 from kvtier.remote.check import check_remote
 

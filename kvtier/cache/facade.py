@@ -12,6 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvtier.audit.run import AuditLevel, Checks, Violation, audit
+from kvtier.cache.settings import Options
+from kvtier.cache.warmup import warm_up
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.estimate import Estimate
@@ -39,8 +41,6 @@ from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.block_store import Backend
 from kvtier.remote.opening import open_remote, remote_namespace
-from kvtier.settings import Options
-from kvtier.warmup import warm_up
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.machine.loops.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers, lock, why_not_written
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("kvtier.cache.warmup")
 
 COMPILING = "compiling %d loops into %s (once after an installation or a change of the sources)"
 WAITING = "waiting for another process, which compiles the loops into %s"
@@ -61,7 +61,7 @@ def warm_up() -> WarmUp:
     """Loads or compiles every loop, by a run on toy caches; returns the result of the first call.
 
     Other threads wait for it. One process at a time compiles, others wait and load. A warning of the logger
-    ``kvtier.warmup`` says whether it compiles or waits; there is none if all loops were kept.
+    ``kvtier.cache.warmup`` says whether it compiles or waits; there is none if all loops were kept.
     """
     global _done, _running
     with _lock:
@@ -156,7 +156,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     It is not audited, whatever ``KVTIER_AUDIT`` says: no user's cache is at stake.
     """
     from kvtier.audit.run import AuditLevel
-    from kvtier.cache import KVCache
+    from kvtier.cache.facade import KVCache
     from kvtier.coordinator.request import Request
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine

@@ -1,0 +1,1 @@
+"""The facade: one KV cache, as an engine holds it."""
