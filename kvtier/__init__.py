@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from kvtier.geometry.kv_scales import KVScales
     from kvtier.geometry.outside import Fragment, OutsideGroup
     from kvtier.geometry.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
-    from kvtier.host_parts import HostHit
-    from kvtier.host_plan import HostPlan
-    from kvtier.host_text import HostText
-    from kvtier.host_tier import HostTier
-    from kvtier.host_worker import HostWorker
+    from kvtier.host_tier.parts import HostHit
+    from kvtier.host_tier.plan import HostPlan
+    from kvtier.host_tier.scheduler import RelayedBooks
+    from kvtier.host_tier.text import HostText
+    from kvtier.host_tier.tier import HostTier
+    from kvtier.host_tier.worker import HostWorker
     from kvtier.machine.errors import (
         AttentionUnavailable,
         CacheClosed,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     )
     from kvtier.machine.journal import Event, Journal
     from kvtier.machine.stats import CacheStats
-    from kvtier.relayed_books import RelayedBooks
 
 __version__ = "0.1.0"
 
@@ -111,14 +111,14 @@ _HOMES = {
     "kvtier.events": "EventKind KVEvent KVEvents",
     "kvtier.explanation": "Explanation explain",
     "kvtier.geometry.outside": "Fragment OutsideGroup",
-    "kvtier.host_parts": "HostHit",
-    "kvtier.host_plan": "HostPlan",
-    "kvtier.host_text": "HostText",
-    "kvtier.host_tier": "HostTier",
-    "kvtier.host_worker": "HostWorker",
+    "kvtier.host_tier.parts": "HostHit",
+    "kvtier.host_tier.plan": "HostPlan",
+    "kvtier.host_tier.text": "HostText",
+    "kvtier.host_tier.tier": "HostTier",
+    "kvtier.host_tier.worker": "HostWorker",
     "kvtier.machine.journal": "Event Journal",
     "kvtier.geometry.kv_scales": "KVScales",
-    "kvtier.relayed_books": "RelayedBooks",
+    "kvtier.host_tier.scheduler": "RelayedBooks",
     "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.machine.stats": "CacheStats",
     "kvtier.cache.warmup": "WarmUp warm_up",

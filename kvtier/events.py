@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtier.cache.facade import KVCache
 from kvtier.coordinator.request import Request
 from kvtier.geometry.keys import KeyArray
-from kvtier.host_books import HostBooks
+from kvtier.host_tier.books import HostBooks
 from kvtier.machine.errors import ConfigError, InvalidRequest
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 from kvtier.pools.changes import changed_entries

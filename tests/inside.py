@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from kvtier.cpu_offload.store_policy import StorePolicy
     from kvtier.cpu_offload.tier_memory import TierMemory
     from kvtier.cpu_offload.transfer import Direction, Transfer
+    from kvtier.host_tier.scheduler import RelayedBooks
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools, Ids
-    from kvtier.relayed_books import RelayedBooks
     from kvtier.remote.known import Changes, Known
     from kvtier.remote.tier import RemoteTier
     from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, SimulatedEngine

@@ -165,7 +165,7 @@ class Simulated:
 
 class _KvtierWorker:
     def run(self, orders: Any) -> tuple[set[str], Any]:
-        from kvtier.cpu_offload.relay import End, Report
+        from kvtier.host_tier.orders import End, Report
         from kvtier.integrations.vllm.messages import WorkerReport
 
         report = Report()

@@ -25,8 +25,8 @@ from kvtier import (
     RelayedBooks,
 )
 from kvtier.coordinator.estimate import Estimate
-from kvtier.cpu_offload.relay import Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.host_tier.orders import Orders, Report
 from kvtier.machine.arguments import NO_KEYS
 from kvtier.machine.journal import Runs
 from kvtier.testing import Faults, SimulatedEngine

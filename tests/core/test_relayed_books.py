@@ -13,11 +13,11 @@ from breadth import sized
 from core.test_host_tier import BLOCKS, GROUPS, ROW, SOUND, UNKIND, Outside, Sequence, content
 from kvtier import Fragment, OutsideGroup
 from kvtier.cpu_offload.engines import Outcome
-from kvtier.cpu_offload.relay import Copy, End, Orders, RelayEngine, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
-from kvtier.host_plan import HostPlan
-from kvtier.host_worker import SPOILED, HostWorker
-from kvtier.relayed_books import RelayedBooks
+from kvtier.host_tier.orders import Copy, End, Orders, RelayEngine, Report
+from kvtier.host_tier.plan import HostPlan
+from kvtier.host_tier.scheduler import RelayedBooks
+from kvtier.host_tier.worker import SPOILED, HostWorker
 from kvtier.testing import Faults, SimulatedEngine
 
 

@@ -15,10 +15,10 @@ from patience import FOREVER_S, be_patient_with_backends
 
 from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup, SlidingWindow
 from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
-from kvtier.cpu_offload.relay import Orders
-from kvtier.host_plan import HostPlan
-from kvtier.host_worker import HostWorker
-from kvtier.relayed_books import RelayedBooks
+from kvtier.host_tier.orders import Orders
+from kvtier.host_tier.plan import HostPlan
+from kvtier.host_tier.scheduler import RelayedBooks
+from kvtier.host_tier.worker import HostWorker
 from kvtier.remote.block_store import Answer, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace

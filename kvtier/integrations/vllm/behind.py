@@ -19,10 +19,10 @@ import numpy.typing as npt
 from kvtier.integrations.vllm.identity import check_engine, model_id, weights_of
 
 if TYPE_CHECKING:
+    from kvtier.host_tier.scheduler import RelayedBooks
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
     from kvtier.machine.stats import RemoteStats
-    from kvtier.relayed_books import RelayedBooks
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Of each text of a step: how many it computes, and up to which."""

@@ -37,7 +37,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         import vllm
 
         from kvtier.geometry.sizing import parse_bytes
-        from kvtier.host_plan import HostPlan
+        from kvtier.host_tier.plan import HostPlan
 
         self._settings = check(vllm_config, vllm.__version__)
         geometry = geometry_of(kv_cache_config)

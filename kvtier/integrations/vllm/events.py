@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.integrations.vllm.geometry import HASH_BYTES
 
 if TYPE_CHECKING:
-    from kvtier.host_books import HostBooks
+    from kvtier.host_tier.books import HostBooks
 
 PERIOD_S = 0.1
 """Seconds between two looks at all host blocks, which take some nanoseconds each."""

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from kvtier.integrations.vllm.geometry import keys_of
 
 if TYPE_CHECKING:
-    from kvtier.host_text import HostText
-    from kvtier.relayed_books import RelayedBooks
+    from kvtier.host_tier.scheduler import RelayedBooks
+    from kvtier.host_tier.text import HostText
 
 Ids = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

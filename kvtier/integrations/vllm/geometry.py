@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.geometry.outside import OutsideGroup
-    from kvtier.host_plan import HostPlan
+    from kvtier.host_tier.plan import HostPlan
 
 HASH_BYTES = 16
 """Of vLLM's block hashes: a key of 128 bits."""

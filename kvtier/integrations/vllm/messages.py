@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 if TYPE_CHECKING:
-    from kvtier.cpu_offload.relay import Orders, Report
+    from kvtier.host_tier.orders import Orders, Report
 
 
 @dataclass

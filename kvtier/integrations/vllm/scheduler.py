@@ -24,8 +24,8 @@ from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 from kvtier.machine.errors import StepError
 
 if TYPE_CHECKING:
-    from kvtier.host_plan import HostPlan
-    from kvtier.host_text import BlocksOf
+    from kvtier.host_tier.plan import HostPlan
+    from kvtier.host_tier.text import BlocksOf
     from kvtier.integrations.vllm.behind import Behind
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
@@ -61,7 +61,7 @@ class SchedulerSide:
         with_events: bool = False,
         counts_nans: bool = False,
     ) -> None:
-        from kvtier.relayed_books import RelayedBooks
+        from kvtier.host_tier.scheduler import RelayedBooks
 
         self.books = RelayedBooks(plan, settings.deadline_s, workers)
         self._geometry = geometry

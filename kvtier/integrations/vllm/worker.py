@@ -13,8 +13,8 @@ from kvtier.integrations.vllm.geometry import device_memory
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 
 if TYPE_CHECKING:
-    from kvtier.cpu_offload.relay import Report
-    from kvtier.host_plan import HostPlan
+    from kvtier.host_tier.orders import Report
+    from kvtier.host_tier.plan import HostPlan
     from kvtier.integrations.vllm.settings import Settings
 
 IDLE_WAIT_S = 0.004
@@ -25,7 +25,7 @@ class WorkerSide:
     """Of one worker, from ``register_kv_caches`` on."""
 
     def __init__(self, plan: HostPlan, config: Any, caches: dict[str, Any], settings: Settings) -> None:
-        from kvtier.host_worker import HostWorker
+        from kvtier.host_tier.worker import HostWorker
 
         memory: Any = device_memory(config, caches)
         if memory.device.type == "cpu":

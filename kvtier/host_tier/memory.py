@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines.by_name import MakesEngine, engine_factory
-from kvtier.cpu_offload.fragments import FragmentEngine
-from kvtier.cpu_offload.host_blocks import HostBlocks
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.host_plan import HostPlan, check_plan
+from kvtier.host_tier.blocks import HostBlocks
+from kvtier.host_tier.fragments import FragmentEngine
+from kvtier.host_tier.plan import HostPlan, check_plan
 from kvtier.machine.errors import ConfigError
 from kvtier.pools.arena import Arena
 

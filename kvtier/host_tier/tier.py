@@ -15,9 +15,9 @@ import numpy.typing as npt
 from kvtier.cpu_offload.engines.by_name import MakesEngine
 from kvtier.geometry.options import check_identity, refuse, seconds
 from kvtier.geometry.outside import OutsideGroup
-from kvtier.host_books import HostBooks
-from kvtier.host_bytes import HostBytes, memory_bytes
-from kvtier.host_plan import HostPlan
+from kvtier.host_tier.books import HostBooks
+from kvtier.host_tier.memory import HostBytes, memory_bytes
+from kvtier.host_tier.plan import HostPlan
 from kvtier.remote.block_store import Backend
 from kvtier.remote.check import check_remote
 from kvtier.remote.opening import open_outside

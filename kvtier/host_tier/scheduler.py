@@ -11,10 +11,10 @@ computes (``HostText.computed``). Each worker gets the orders before it enqueues
 
 from __future__ import annotations
 
-from kvtier.cpu_offload.relay import Orders, RelayEngine, Report
 from kvtier.geometry.options import check_identity, seconds
-from kvtier.host_books import HostBooks
-from kvtier.host_plan import HostPlan, check_plan
+from kvtier.host_tier.books import HostBooks
+from kvtier.host_tier.orders import Orders, RelayEngine, Report
+from kvtier.host_tier.plan import HostPlan, check_plan
 from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown

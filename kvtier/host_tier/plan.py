@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.cpu_offload.fragments import Fragments
 from kvtier.geometry.layout import Layout
 from kvtier.geometry.options import check_choices
 from kvtier.geometry.outside import OutsideGroup, OutsideSpec
 from kvtier.geometry.sizing import parse_bytes
+from kvtier.host_tier.fragments import Fragments
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.integers import shown
 

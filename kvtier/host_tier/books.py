@@ -37,10 +37,10 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.geometry.layout import Layout
 from kvtier.geometry.options import wait_seconds
 from kvtier.gpu_pool.row_state import geometry_of
-from kvtier.host_parts import HostParts, Rows
-from kvtier.host_plan import HostPlan
 from kvtier.host_store import RemoteDoor
-from kvtier.host_text import HostText
+from kvtier.host_tier.parts import HostParts, Rows
+from kvtier.host_tier.plan import HostPlan
+from kvtier.host_tier.text import HostText
 from kvtier.machine.journal import Journal
 from kvtier.machine.stats import LatencyStats, PoolStats, RemoteStats, TransferStats
 from kvtier.pools.arena import Arena

@@ -18,12 +18,12 @@ import numpy.typing as npt
 from kvtier.cpu_offload.connector import LONGEST_WAIT_S
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.by_name import MakesEngine
-from kvtier.cpu_offload.relay import End, Orders, Report
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.cpu_offload.wiping import Wiper
 from kvtier.geometry.options import check_identity, seconds, wait_seconds
-from kvtier.host_bytes import HostBytes
-from kvtier.host_plan import HostPlan
+from kvtier.host_tier.memory import HostBytes
+from kvtier.host_tier.orders import End, Orders, Report
+from kvtier.host_tier.plan import HostPlan
 from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown

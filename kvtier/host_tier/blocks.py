@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.cpu_offload.fragments import Fragments
 from kvtier.cpu_offload.tier_memory import ByteArena, TierMemory
+from kvtier.host_tier.fragments import Fragments
 from kvtier.pools.block_pool import Ids
 
 
