@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
-    from kvtier.events import EventKind, KVEvent, KVEvents
-    from kvtier.explanation import Explanation, explain
     from kvtier.geometry.kv_scales import KVScales
     from kvtier.geometry.outside import Fragment, OutsideGroup
     from kvtier.geometry.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
     )
     from kvtier.machine.journal import Event, Journal
     from kvtier.machine.stats import CacheStats
+    from kvtier.observe.events import EventKind, KVEvent, KVEvents
+    from kvtier.observe.explanation import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -108,8 +108,8 @@ _HOMES = {
         "InvariantBroken KVTierError MemoryUnavailable RequestTooLarge StepError TransferError "
         "UnsupportedModel"
     ),
-    "kvtier.events": "EventKind KVEvent KVEvents",
-    "kvtier.explanation": "Explanation explain",
+    "kvtier.observe.events": "EventKind KVEvent KVEvents",
+    "kvtier.observe.explanation": "Explanation explain",
     "kvtier.geometry.outside": "Fragment OutsideGroup",
     "kvtier.host_tier.parts": "HostHit",
     "kvtier.host_tier.plan": "HostPlan",

@@ -17,8 +17,8 @@ import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier.coordinator.pace import Pace
-from kvtier.kv_events.publisher import KVEventPublisher
 from kvtier.machine.integers import shown
+from kvtier.observe.kv_events.publisher import KVEventPublisher
 from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs

@@ -21,9 +21,9 @@ from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, KVTierError,
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.coordinator.running import check_limits
-from kvtier.kv_events.config import KVEventsConfig
-from kvtier.kv_events.publisher import KVEventPublisher
 from kvtier.machine.integers import shown
+from kvtier.observe.kv_events.config import KVEventsConfig
+from kvtier.observe.kv_events.publisher import KVEventPublisher
 from runner import checkpoint, graphs, memory, model_identity, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of

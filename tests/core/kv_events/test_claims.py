@@ -16,8 +16,8 @@ from core.kv_events.router import Path, Router
 from kvtier import ChunkedLocal, FullAttention, KVCache, KVEvents, Request, SlidingWindow
 from kvtier.coordinator.tracked import Tracked
 from kvtier.geometry.keys import Text
-from kvtier.kv_events.claims import Claims
-from kvtier.kv_events.wire import Encoder
+from kvtier.observe.kv_events.claims import Claims
+from kvtier.observe.kv_events.wire import Encoder
 from kvtier.testing import Faults, SimulatedEngine
 
 BT = 4

@@ -18,7 +18,7 @@ from core.kv_events.indexer import Indexer, why_not
 from kvtier import FullAttention, KVCache, Request, SlidingWindow
 from kvtier.coordinator.tracked import Tracked
 from kvtier.geometry.keys import Text
-from kvtier.kv_events.publisher import KVEventPublisher
+from kvtier.observe.kv_events.publisher import KVEventPublisher
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.explanation import Eviction, Explanation, GaveWay, Hit, Load, Wait
+    from kvtier.observe.explanation import Eviction, Explanation, GaveWay, Hit, Load, Wait
 
 _SENT_BACK = {
     "blocks": "preempted: {by} needed blocks of {group}",

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
-from kvtier.kv_events.texts import Run
+from kvtier.observe.kv_events.texts import Run
 from kvtier.remote.objects import Name, ObjectPlan
 
 Mask = npt.NDArray[np.bool_]

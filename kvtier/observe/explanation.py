@@ -128,7 +128,7 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """The same for people."""
-        from kvtier.explanation_text import lines
+        from kvtier.observe.explanation_text import lines
 
         return lines(self)
 
