@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
-from kvtier.coordinator.pace import Pace
 from kvtier.machine.integers import shown
 from kvtier.observe.kv_events.publisher import KVEventPublisher
+from kvtier.remote.pace import Pace
 from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.graphs import DecodeGraphs

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtier import KVCache
 from kvtier.pools.block_pool import Col, Mark
-from kvtier.remote.uri import SpillWhen
+from kvtier.remote.backends.uri import SpillWhen
 
 if TYPE_CHECKING:
     import pytest
@@ -479,7 +479,7 @@ def untold(changes: Changes) -> int:
 
 def open_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of stores open names as where the system has no openat2."""
-    monkeypatch.setattr("kvtier.remote.folder._has_openat2", lambda: False)
+    monkeypatch.setattr("kvtier.remote.backends.folder._has_openat2", lambda: False)
 
 
 def texts_to_spill(remote: RemoteTier) -> list[Any]:

@@ -32,10 +32,10 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.output import stdout
-from kvtier.remote.block_store import Outcome
+from kvtier.remote.backends.contract import Outcome
+from kvtier.remote.backends.uri import bucket, open_backend, parse_uri
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.names import object_name
-from kvtier.remote.uri import bucket, open_backend, parse_uri
 
 MIB = 1 << 20
 A_CALL = 32

@@ -26,8 +26,8 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks import machine, output
-from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.mooncake_store import MooncakeBackend
+from kvtier.remote.backends.contract import Buffers, Outcome
+from kvtier.remote.backends.mooncake import MooncakeBackend
 from tests.remote.alone import is_alone
 from tests.remote.mooncake_cluster import HOST, PORT, Cluster, Process
 

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.output import stdout
-from kvtier.remote.directory import DirectoryBackend
-from kvtier.remote.uri import PATIENCE
+from kvtier.remote.backends.directory import DirectoryBackend
+from kvtier.remote.backends.uri import PATIENCE
 from runner import LLM, SamplingParams, needle
 
 DELAYS_S = (0.0, 0.005, 0.04, 0.2)

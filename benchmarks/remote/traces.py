@@ -37,7 +37,7 @@ from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Schedu
 from kvtier.coordinator import seek
 from kvtier.geometry.sizing import parse_bytes
 from kvtier.remote import objects
-from kvtier.remote.obstore_store import ObjectBackend
+from kvtier.remote.backends.object_store import ObjectBackend
 from runner.bench.plan import Plan
 from runner.bench.tokens import Alphabet, Prompt
 from runner.bench.traces import TraceOptions, read

@@ -16,7 +16,6 @@ from kvtier.cache.settings import Options
 from kvtier.cache.warmup import warm_up
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.core import Core
-from kvtier.coordinator.estimate import Estimate
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.tracked import Wait
 from kvtier.cpu_offload.connector import Connector
@@ -39,7 +38,8 @@ from kvtier.machine.stats import CacheStats, PoolStats, TransferStats
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
-from kvtier.remote.block_store import Backend
+from kvtier.remote.backends.contract import Backend
+from kvtier.remote.estimate import Estimate
 from kvtier.remote.opening import open_remote, remote_namespace
 
 if TYPE_CHECKING:

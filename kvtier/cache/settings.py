@@ -18,7 +18,7 @@ from kvtier.geometry.options import check_choices, check_identity, check_spec, s
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.device import resolve_device
 from kvtier.machine.journal import num_events
-from kvtier.remote.block_store import Backend
+from kvtier.remote.backends.contract import Backend
 from kvtier.remote.check import check_remote
 
 

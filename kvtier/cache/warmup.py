@@ -124,7 +124,7 @@ def _bytes() -> None:
     """Calls loops that the toy caches, which have books and no bytes, do not call, and loops of a GPU's engine."""
     from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
     from kvtier.cpu_offload.engines.cuda.descriptors import coalesce
-    from kvtier.remote._sums import copy_words, sum_words
+    from kvtier.remote.sums import copy_words, sum_words
 
     none, nowhere, memory = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.uint8)
     coalesce(none, none, none, True, none)

@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.coordinator.match import Match
 from kvtier.geometry.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Mark
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.backends.contract import Answer, Outcome
 from kvtier.remote.moves import Seek, SeekState
 from kvtier.remote.objects import Name, Objects
 from kvtier.remote.tier import RemoteTier

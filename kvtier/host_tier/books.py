@@ -24,7 +24,7 @@ from kvtier.audit.pools import Violation, audit_pools, audit_structure
 from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
-from kvtier.coordinator.estimate import Estimate
+from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.match import Matcher
 from kvtier.coordinator.seek import ComputeSeconds
 from kvtier.cpu_offload.books import TransferCounts
@@ -37,7 +37,6 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.geometry.layout import Layout
 from kvtier.geometry.options import wait_seconds
 from kvtier.gpu_pool.row_state import geometry_of
-from kvtier.host_store import RemoteDoor
 from kvtier.host_tier.parts import HostParts, Rows
 from kvtier.host_tier.plan import HostPlan
 from kvtier.host_tier.text import HostText
@@ -48,6 +47,7 @@ from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.counts import RemoteCounts
+from kvtier.remote.estimate import Estimate
 from kvtier.remote.tier import RemoteTier
 
 KeyArray = npt.NDArray[np.uint64]

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
-from kvtier.cpu_offload.parcels import Parcel, Receipt
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.machine.errors import TransferError
 from kvtier.machine.wakeup import Wakeup
 from kvtier.pools.block_pool import Ids
+from kvtier.remote.parcels import Parcel, Receipt
 
 
 class Copy(NamedTuple):

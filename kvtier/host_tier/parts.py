@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.match import Matcher
 from kvtier.coordinator.retention import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.outside import OutsideSpec
-from kvtier.host_store import RemoteDoor
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest
 from kvtier.machine.forks import of_another_process, watch

@@ -19,7 +19,7 @@ from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import Backend
+from kvtier.remote.backends.contract import Backend
 from kvtier.remote.check import check_remote
 from kvtier.remote.opening import open_relayed
 from kvtier.remote.relay import RelayedBackend

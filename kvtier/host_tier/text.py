@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.door import Sought
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.host_store import Sought
 from kvtier.host_tier.parts import HostHit, HostParts
 from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
 from kvtier.machine.errors import InvalidRequest, StepError

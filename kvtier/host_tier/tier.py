@@ -18,7 +18,7 @@ from kvtier.geometry.outside import OutsideGroup
 from kvtier.host_tier.books import HostBooks
 from kvtier.host_tier.memory import HostBytes, memory_bytes
 from kvtier.host_tier.plan import HostPlan
-from kvtier.remote.block_store import Backend
+from kvtier.remote.backends.contract import Backend
 from kvtier.remote.check import check_remote
 from kvtier.remote.opening import open_outside
 

@@ -28,7 +28,7 @@ from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 from kvtier.machine.stats import LinkStats
-from kvtier.remote.block_store import Backend
+from kvtier.remote.backends.contract import Backend
 from kvtier.remote.check import check_uri
 from kvtier.remote.opening import open_worker
 from kvtier.remote.relay import RemoteWorker

@@ -10,8 +10,8 @@ from __future__ import annotations
 from kvtier.geometry.options import STORE_MODES
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
-from kvtier.remote.block_store import PROTOCOL
-from kvtier.remote.uri import check_packages, parse_uri
+from kvtier.remote.backends.contract import PROTOCOL
+from kvtier.remote.backends.uri import check_packages, parse_uri
 
 
 def check_remote(

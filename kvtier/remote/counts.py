@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.books import Latencies
 from kvtier.machine.stats import RemoteStats
-from kvtier.remote.block_store import DAMAGED, Answer, Outcome
+from kvtier.remote.backends.contract import DAMAGED, Answer, Outcome
 from kvtier.remote.damages import KINDS, kind_of
 from kvtier.remote.moves import Move, Way
 

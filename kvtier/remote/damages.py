@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.remote.block_store import DAMAGED
+from kvtier.remote.backends.contract import DAMAGED
 
 _KINDS = (
     ("torn", "torn"),

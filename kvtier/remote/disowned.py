@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.backends.contract import Answer, Outcome
 
 Name = tuple[str, bytes]
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.remote._sums import sum_words
-from kvtier.remote.block_store import Buffers
+from kvtier.remote.backends.contract import Buffers
+from kvtier.remote.sums import sum_words
 
 TRAILER_BYTES = 128
 MAGIC = b"\x8bkvtier\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvtier.remote.block_store import Answer
+from kvtier.remote.backends.contract import Answer
 from kvtier.remote.moves import Way
 from kvtier.remote.objects import Name
 

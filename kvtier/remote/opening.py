@@ -12,12 +12,12 @@ from kvtier.geometry.keys import KeyChain
 from kvtier.geometry.outside import OutsideSpec
 from kvtier.geometry.spec import CacheSpec
 from kvtier.pools.block_pool import BlockPools
-from kvtier.remote.block_store import Backend
+from kvtier.remote.backends.contract import Backend
+from kvtier.remote.backends.uri import PATIENCE, SpillWhen, open_backend, parse_uri
 from kvtier.remote.names import namespace, of_worker, outside_namespace
 from kvtier.remote.objects import ObjectPlan
 from kvtier.remote.relay import RelayedBackend, RelayedWire, RemoteWorker
 from kvtier.remote.tier import RemoteTier
-from kvtier.remote.uri import PATIENCE, SpillWhen, open_backend, parse_uri
 from kvtier.remote.wire import Wire
 
 

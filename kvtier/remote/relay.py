@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
 from kvtier.cpu_offload.tier_memory import HostSide
-from kvtier.remote.block_store import Answer, Backend, Outcome
+from kvtier.remote.backends.contract import Answer, Backend, Outcome
+from kvtier.remote.backends.threads import reason_of
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
 from kvtier.remote.objects import Name
-from kvtier.remote.threads import reason_of
+from kvtier.remote.parcels import Grade, Parcel, Receipt
 from kvtier.remote.wire import Wire, get_parcel, put_parcel
 
 _OUTCOMES = (Outcome.OK, Outcome.MISS, Outcome.REFUSED, Outcome.FAILED)

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from kvtier.geometry.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place
+from kvtier.remote.backends.uri import SpillWhen
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
 from kvtier.remote.known import Known
 from kvtier.remote.moves import Seek, SeekState
 from kvtier.remote.objects import Name, ObjectPlan, Objects
-from kvtier.remote.uri import SpillWhen
 
 MOST_TEXTS = 1024
 """That wait for evictions, and that are due. Of the first the oldest are due then, of the others they are given up."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.remote._sums import copy_words
-from kvtier.remote.block_store import Buffers
+from kvtier.remote.backends.contract import Buffers
+from kvtier.remote.sums import copy_words
 
 WORD = 8
 Words = npt.NDArray[np.uint64]

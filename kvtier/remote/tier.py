@@ -20,7 +20,8 @@ from kvtier.cpu_offload.transfer import TransferState
 from kvtier.geometry.keys import KeyArray
 from kvtier.machine.stats import RemoteStats
 from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words
-from kvtier.remote.block_store import DAMAGED, Answer, Outcome
+from kvtier.remote.backends.contract import DAMAGED, Answer, Outcome
+from kvtier.remote.backends.uri import PATIENCE, SpillWhen
 from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
@@ -29,7 +30,6 @@ from kvtier.remote.known import Changes, Known
 from kvtier.remote.moves import Move, Seek, SeekState, Way
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.spills import Spills
-from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.remote.wire import Answering, Carrier
 
 ANSWER_S = 5.0

@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu_offload.parcels import Parcel
 from kvtier.cpu_offload.tier_memory import HostSide
 from kvtier.pools.block_pool import Ids
-from kvtier.remote.block_store import DAMAGED, Answer, Backend
+from kvtier.remote.backends.contract import DAMAGED, Answer, Backend
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.moves import Move
 from kvtier.remote.names import object_name
 from kvtier.remote.objects import Name
+from kvtier.remote.parcels import Parcel
 
 T = TypeVar("T")
 

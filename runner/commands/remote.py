@@ -83,7 +83,7 @@ def _namespace(text: str) -> str:
 
 def _with_shelf(run: Callable[[Any, Any], int], args: argparse.Namespace) -> int:
     """Exit status of the command."""
-    from kvtier.remote.shelf import open_shelf
+    from kvtier.remote.keeper.shelf import open_shelf
 
     shelf = open_shelf(args.uri)
     status = _serving(args.uri, partial(run, shelf, args), gives_up=True)
@@ -100,7 +100,7 @@ def _skipping(shelf: Any) -> int:
 def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
     """Exit status of ``run``; 2 if the remote does not serve, or if another keeper is at work there."""
     from kvtier.machine.errors import KVTierError
-    from kvtier.remote.threads import reason_of
+    from kvtier.remote.backends.threads import reason_of
 
     try:
         return run()
@@ -116,7 +116,7 @@ def _serving(uri: str, run: Callable[[], int], gives_up: bool = False) -> int:
 
 
 def _ls(shelf: Any, args: argparse.Namespace) -> int:
-    from kvtier.remote.upkeep import contents
+    from kvtier.remote.keeper.upkeep import contents
 
     if args.model:
         return _ls_objects(shelf, args)
@@ -153,7 +153,7 @@ def _ls_objects(shelf: Any, args: argparse.Namespace) -> int:
 
 
 def _stat(shelf: Any, args: argparse.Namespace) -> int:
-    from kvtier.remote.upkeep import contents
+    from kvtier.remote.keeper.upkeep import contents
 
     with _bar(args, "counting") as (_, step):
         found = contents(shelf, step)
@@ -189,7 +189,7 @@ def _gc(shelf: Any, args: argparse.Namespace) -> int:
 
 
 def _gc_once(shelf: Any, args: argparse.Namespace, most: int) -> int:
-    from kvtier.remote.upkeep import collect
+    from kvtier.remote.keeper.upkeep import collect
 
     shelf.skipped.clear()
     space = args.model or ""
@@ -201,7 +201,7 @@ def _gc_once(shelf: Any, args: argparse.Namespace, most: int) -> int:
 
 
 def _rm(shelf: Any, args: argparse.Namespace) -> int:
-    from kvtier.remote.upkeep import forget
+    from kvtier.remote.keeper.upkeep import forget
 
     with _bar(args, "listing") as (bar, step):
         total = sum(entry.num_bytes for entry in shelf.entries(args.model))
@@ -229,7 +229,7 @@ def _removed(shelf: Any, found: Any, args: argparse.Namespace, verb: str) -> int
 
 
 def _verify(shelf: Any, args: argparse.Namespace) -> int:
-    from kvtier.remote.upkeep import verify
+    from kvtier.remote.keeper.upkeep import verify
 
     secret = os.environb.get(SECRET_VARIABLE.encode(), b"").strip() or None
     with _bar(args, "listing") as (bar, step):

@@ -24,11 +24,11 @@ from kvtier import (
     OutsideGroup,
     RelayedBooks,
 )
-from kvtier.coordinator.estimate import Estimate
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.host_tier.orders import Orders, Report
 from kvtier.machine.arguments import NO_KEYS
 from kvtier.machine.journal import Runs
+from kvtier.remote.estimate import Estimate
 from kvtier.testing import Faults, SimulatedEngine
 
 

@@ -20,7 +20,7 @@ from core.test_host_tier import chain
 from kvtier import CacheManager, HostPlan, HostTier, HostWorker, RelayedBooks, Request, Scheduler
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.host_tier.orders import Orders
-from kvtier.remote.uri import open_backend
+from kvtier.remote.backends.uri import open_backend
 
 REFUSED = r"CacheClosed: this {} is of the process that this one was forked from"
 

@@ -58,7 +58,7 @@ LAYERS = [
         "kvtier.host_tier.memory",
         "kvtier.host_tier.parts",
         "kvtier.host_tier.plan",
-        "kvtier.host_store",
+        "kvtier.coordinator.door",
         "kvtier.host_tier.text",
         "kvtier.host_tier.tier",
         "kvtier.host_tier.worker",
@@ -81,7 +81,7 @@ BESIDE = {"kvtier.attention", "kvtier.integrations"}  # know the base only; nobo
 READ_THE_ENVIRONMENT = {
     "kvtier.machine.loops.machine_code",
     "kvtier.audit.run",
-    "kvtier.remote.mooncake_library",
+    "kvtier.remote.backends.mooncake_library",
     "kvtier.integrations.vllm.settings",  # the secret of a store
 }
 SHARED = {"kvtier.pools.block_pool"}  # the pool class is tier-agnostic and serves both tiers

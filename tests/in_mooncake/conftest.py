@@ -12,7 +12,7 @@ from remote.alone import is_alone
 from remote.mooncake_cluster import Cluster
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.mooncake_library import import_library
+from kvtier.remote.backends.mooncake_library import import_library
 
 if not is_alone():
     pytest.skip("Mooncake listens on all addresses: run `make test-store`", allow_module_level=True)

@@ -11,8 +11,8 @@ from hashlib import blake2b
 import numpy as np
 from remote.mooncake_cluster import HOST, PORT
 
-from kvtier.remote.block_store import Answer, Outcome
-from kvtier.remote.mooncake_store import MooncakeBackend
+from kvtier.remote.backends.contract import Answer, Outcome
+from kvtier.remote.backends.mooncake import MooncakeBackend
 
 OK, MISS, FAILED, REFUSED = Outcome.OK, Outcome.MISS, Outcome.FAILED, Outcome.REFUSED
 PIECE = 64 << 10

@@ -1,4 +1,4 @@
-"""What the protocol of ``kvtier.remote.block_store`` promises, with a store that is well."""
+"""What the protocol of ``kvtier.remote.backends.contract`` promises, with a store that is well."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from driving import ARENA_PIECES, FAILED, MISS, OK, Client, content, names_of
 from remote.mooncake_cluster import Cluster
 
-from kvtier.remote.block_store import DAMAGED
-from kvtier.remote.mooncake_memory import STAGE_BYTES
+from kvtier.remote.backends.contract import DAMAGED
+from kvtier.remote.backends.mooncake_memory import STAGE_BYTES
 
 Clients = Callable[..., Client]
 

@@ -11,7 +11,7 @@ from remote.conformance import Conformance
 from remote.driving import Driver
 from remote.mooncake_cluster import HOST, PORT, Cluster
 
-from kvtier.remote.uri import open_backend
+from kvtier.remote.backends.uri import open_backend
 
 
 class TestMooncake(Conformance):

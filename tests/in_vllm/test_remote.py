@@ -104,7 +104,7 @@ def test_a_store_that_answers_slowly_hits_all_the_same_and_is_written_once(
     opened: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer_s: float
 ) -> None:
     """1,500 tokens that take 2.4 s to compute; nothing is patched but the time that answers take."""
-    from kvtier.remote.directory import DirectoryBackend
+    from kvtier.remote.backends.directory import DirectoryBackend
 
     place, prompts = Place(tmp_path), [prompt(seed, SIZE) for seed in (11, 12, 13)]
     one = opened(chunk=64, **place.options())

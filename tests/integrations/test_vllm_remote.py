@@ -56,7 +56,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     secret.write_text("s")
     found = Made(secret)
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 100)
-    for name in ("kvtier.remote.opening.open_backend", "kvtier.remote.uri.open_backend"):
+    for name in ("kvtier.remote.opening.open_backend", "kvtier.remote.backends.uri.open_backend"):
         monkeypatch.setattr(name, found.open)
     return found
 

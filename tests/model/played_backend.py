@@ -12,9 +12,9 @@ from unittest.mock import patch
 from remote.fake_backend import FakeBackend, Shared
 
 from kvtier.remote import objects as stored_objects
-from kvtier.remote.block_store import Answer, Buffers
+from kvtier.remote.backends.contract import Answer, Buffers
 from kvtier.remote.envelope import TRAILER_BYTES
-from kvtier.remote.upkeep import check_object
+from kvtier.remote.keeper.upkeep import check_object
 
 FATES = ("ok", "fail", "miss", "refuse", "tear", "damage", "swap", "lie", "blind", "keep")
 """How a call may end; most mean something for one kind of call only, and are "ok" for the others."""

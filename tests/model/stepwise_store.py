@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier import KVCache
 from kvtier.geometry.keys import KeyArray
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.backends.contract import Answer, Outcome
 from kvtier.remote.moves import Move, Seek
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 from kvtier.remote.tier import RemoteTier

@@ -6,7 +6,7 @@ import threading
 
 from patience import FOREVER_S, PATIENCE_S
 
-from kvtier.remote.block_store import DAMAGED
+from kvtier.remote.backends.contract import DAMAGED
 from remote.driving import FAILED, MISS, OK, Driver, name, pattern
 
 SIZES = (4096, 64, 1 << 15)

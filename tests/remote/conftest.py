@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
-from kvtier.remote.uri import open_backend
+from kvtier.remote.backends.uri import open_backend
 from remote.driving import Driver, Opens
 from remote.fake_s3 import FakeS3
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from patience import PATIENCE_S
 
-from kvtier.remote.block_store import Answer, Backend, Outcome
+from kvtier.remote.backends.contract import Answer, Backend, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
 from kvtier.remote.names import object_name
 

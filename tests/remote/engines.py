@@ -28,8 +28,8 @@ from patience import PATIENCE_S, be_patient_with_backends
 from kvtier import ChunkedLocal, FullAttention, KVCache, SlidingWindow
 from kvtier.cache.warmup import warm_up
 from kvtier.remote import objects
+from kvtier.remote.backends.object_store import load_obstore
 from kvtier.remote.envelope import checksum_of
-from kvtier.remote.obstore_store import load_obstore
 from kvtier.testing import canary_spec
 
 GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(48), 16), "chunk": (ChunkedLocal(64), 16)}
@@ -55,8 +55,8 @@ def open_engine(uri: object, **options: Any) -> Serving:
 
 def wrong_objects(folder: Path) -> list[tuple[str, str]]:
     """What does not verify of a directory."""
-    from kvtier.remote.shelf import FolderShelf
-    from kvtier.remote.upkeep import verify
+    from kvtier.remote.keeper.shelf import FolderShelf
+    from kvtier.remote.keeper.upkeep import verify
 
     return verify(FolderShelf(folder)).wrong
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from kvtier.remote.block_store import Answer, Buffers, Outcome
+from kvtier.remote.backends.contract import Answer, Buffers, Outcome
 
 
 class Shared:

@@ -18,11 +18,11 @@ import pytest
 from breadth import sized
 from patience import PATIENCE_S
 
-from kvtier.remote.block_store import Answer, Outcome
-from kvtier.remote.directory import SCRATCH_BYTES
+from kvtier.remote.backends.contract import Answer, Outcome
+from kvtier.remote.backends.directory import SCRATCH_BYTES
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope, checksum_of
-from kvtier.remote.shelf import FolderShelf
-from kvtier.remote.upkeep import check_object, collect
+from kvtier.remote.keeper.shelf import FolderShelf
+from kvtier.remote.keeper.upkeep import check_object, collect
 from remote.driving import FAILED, MISS, NAMESPACE, OK, REFUSED, Driver, Opens, key, name, pattern
 
 MIB = 1 << 20
@@ -264,7 +264,7 @@ ZYGOTE = """
 import os, sys
 sys.path.insert(0, {tests!r})
 from remote.driving import Driver
-from kvtier.remote.uri import open_backend
+from kvtier.remote.backends.uri import open_backend
 
 for line in sys.stdin:  # one import, and a writer for each kill
     child = os.fork()

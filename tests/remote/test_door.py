@@ -14,16 +14,16 @@ from core.test_relayed_books import Relayed
 from patience import FOREVER_S, be_patient_with_backends
 
 from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup, SlidingWindow
-from kvtier.cpu_offload.parcels import Grade, Parcel, Receipt
 from kvtier.host_tier.orders import Orders
 from kvtier.host_tier.plan import HostPlan
 from kvtier.host_tier.scheduler import RelayedBooks
 from kvtier.host_tier.worker import HostWorker
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.backends.contract import Answer, Outcome
+from kvtier.remote.backends.uri import PATIENCE, SpillWhen
 from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name, of_worker, outside_namespace
+from kvtier.remote.parcels import Grade, Parcel, Receipt
 from kvtier.remote.relay import RelayedBackend, RelayedWire
-from kvtier.remote.uri import PATIENCE, SpillWhen
 from kvtier.testing import SimulatedEngine
 from remote.fake_backend import FakeBackend, Shared
 

@@ -23,11 +23,12 @@ from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier.coordinator import seek
 from kvtier.cpu_offload.transfer import TransferState
-from kvtier.remote import directory, upkeep
-from kvtier.remote.directory import DirectoryBackend
+from kvtier.remote.backends import directory
+from kvtier.remote.backends.directory import DirectoryBackend
+from kvtier.remote.keeper import upkeep
+from kvtier.remote.keeper.shelf import FolderShelf
+from kvtier.remote.keeper.upkeep import collect, contents
 from kvtier.remote.moves import Way
-from kvtier.remote.shelf import FolderShelf
-from kvtier.remote.upkeep import collect, contents
 from remote.engines import TOKENS, Engines, open_engine, wrong_objects
 
 Open = Callable[..., Serving]

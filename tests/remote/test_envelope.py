@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvtier.cpu_offload.engines._blocks import checksum_blocks
 from kvtier.remote.envelope import FORMAT, TRAILER_BYTES, Envelope, checksum_of, read_trailer
-from kvtier.remote.upkeep import check_object
+from kvtier.remote.keeper.upkeep import check_object
 from remote.driving import NAMESPACE, key, name, pattern
 
 Pieces = list[memoryview]

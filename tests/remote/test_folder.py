@@ -16,11 +16,11 @@ import inside
 import pytest
 
 from kvtier import ConfigError
+from kvtier.remote.backends.folder import Folder
+from kvtier.remote.backends.uri import open_backend
 from kvtier.remote.envelope import checksum_of
-from kvtier.remote.folder import Folder
-from kvtier.remote.shelf import LOCK, FolderShelf, open_shelf
-from kvtier.remote.upkeep import collect, contents, forget, verify
-from kvtier.remote.uri import open_backend
+from kvtier.remote.keeper.shelf import LOCK, FolderShelf, open_shelf
+from kvtier.remote.keeper.upkeep import collect, contents, forget, verify
 from remote.driving import FAILED, MISS, NAMESPACE, OK, Driver, Opens, name
 from runner import cli
 

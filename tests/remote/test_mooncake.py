@@ -18,10 +18,12 @@ import pytest
 from patience import PATIENCE_S
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote import mooncake_library, mooncake_store
-from kvtier.remote.batches import by_number, by_size, first_alone
-from kvtier.remote.block_store import Answer, Outcome
-from kvtier.remote.mooncake_library import (
+from kvtier.remote.backends import mooncake as mooncake_store
+from kvtier.remote.backends import mooncake_library
+from kvtier.remote.backends.batches import by_number, by_size, first_alone
+from kvtier.remote.backends.contract import Answer, Outcome
+from kvtier.remote.backends.mooncake import MooncakeBackend
+from kvtier.remote.backends.mooncake_library import (
     CODES,
     LIMITS,
     MooncakeOptions,
@@ -31,7 +33,7 @@ from kvtier.remote.mooncake_library import (
     seconds_in_force,
     set_environment,
 )
-from kvtier.remote.mooncake_memory import (
+from kvtier.remote.backends.mooncake_memory import (
     MOST_PIECES,
     PACKED_AS,
     PACKED_BYTES,
@@ -41,7 +43,6 @@ from kvtier.remote.mooncake_memory import (
     pieces_of,
     place,
 )
-from kvtier.remote.mooncake_store import MooncakeBackend
 from remote import alone
 from remote.fake_mooncake import FakeClient, library
 

@@ -9,7 +9,7 @@ import pytest
 from patience import PATIENCE_S
 
 from kvtier import ConfigError
-from kvtier.remote.block_store import Outcome
+from kvtier.remote.backends.contract import Outcome
 from remote.conftest import s3_uri
 from remote.driving import FAILED, MISS, OK, REFUSED, Driver, Opens, name
 from remote.fake_s3 import FakeS3

@@ -216,7 +216,7 @@ def test_what_is_not_worth_a_fetch_is_not_stored_again(slow):
 
 def test_an_option_of_the_uri_says_how_patient_requests_are(tmp_path):
     from kvtier import ConfigError
-    from kvtier.remote.uri import PATIENCE, parse_uri
+    from kvtier.remote.backends.uri import PATIENCE, parse_uri
 
     assert parse_uri("file:///x").patience == PATIENCE
     assert parse_uri("file:///x?patience=0").patience == 0

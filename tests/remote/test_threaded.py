@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from patience import PATIENCE_S
 
-from kvtier.remote.block_store import Buffers, Outcome
-from kvtier.remote.threaded import ThreadedBackend
-from kvtier.remote.threads import CLOSED, LONGEST, Failure
+from kvtier.remote.backends.contract import Buffers, Outcome
+from kvtier.remote.backends.threaded import ThreadedBackend
+from kvtier.remote.backends.threads import CLOSED, LONGEST, Failure
 from remote.driving import FAILED, MISS, OK, REFUSED, Driver
 
 
@@ -144,7 +144,7 @@ def test_a_call_that_waited_past_its_deadline_is_not_begun(driver: Driver) -> No
 
 
 def test_the_time_of_a_call_is_without_its_wait(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.remote import threads
+    from kvtier.remote.backends import threads
 
     now = [0.0]
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -9,7 +9,7 @@ from core.driving import LOAD, STORE, prompt
 
 from kvtier import CacheManager, ChunkedLocal, ConfigError, FullAttention, KVCache, Request, SlidingWindow
 from kvtier.coordinator.seek import LEAST_S, UNKNOWN_S
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.backends.contract import Answer, Outcome
 from kvtier.remote.breaker import Breaker, Tried
 from kvtier.remote.tier import ANSWER_S
 from kvtier.testing import canary_spec

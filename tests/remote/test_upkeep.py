@@ -16,11 +16,11 @@ import pytest
 from patience import PATIENCE_S
 
 from kvtier import ConfigError
+from kvtier.remote.backends.folder import Folder
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope
-from kvtier.remote.folder import Folder
+from kvtier.remote.keeper.shelf import LOCK, BucketShelf, FolderShelf, open_shelf
+from kvtier.remote.keeper.upkeep import LEAST_COST, collect, contents, forget, verify
 from kvtier.remote.names import object_name
-from kvtier.remote.shelf import LOCK, BucketShelf, FolderShelf, open_shelf
-from kvtier.remote.upkeep import LEAST_COST, collect, contents, forget, verify
 from remote.conftest import s3_uri
 from remote.driving import NAMESPACE, OK, Driver, Opens, key, name, pattern
 from remote.fake_s3 import FakeS3
@@ -299,7 +299,7 @@ def test_objects_of_a_bucket_that_may_not_be_removed_or_read_are_counted(
     shelf = open_shelf(s3_uri(s3.port))
     listed = list(shelf.entries())
     monkeypatch.setattr(shelf, "entries", lambda _="": iter(listed))
-    monkeypatch.setattr("kvtier.remote.upkeep.LARGE_BYTES", 0)
+    monkeypatch.setattr("kvtier.remote.keeper.upkeep.LARGE_BYTES", 0)
     assert (verify(shelf).objects, verify(shelf).wrong) == (3, [])
     s3.status = 403
     assert (collect(shelf, 0).left, shelf.skipped.unremoved) == (3, 3)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier import ConfigError
-from kvtier.remote.uri import SpillWhen, check_packages, open_backend, parse_uri
+from kvtier.remote.backends.uri import SpillWhen, check_packages, open_backend, parse_uri
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,6 @@ def test_a_bucket_that_obstore_cannot_open_is_refused(monkeypatch: pytest.Monkey
 def test_mooncake_is_opened_by_its_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[object] = []
     module = SimpleNamespace(MooncakeBackend=lambda *arguments: given.append(arguments) or "store")
-    monkeypatch.setitem(sys.modules, "kvtier.remote.mooncake_store", module)
+    monkeypatch.setitem(sys.modules, "kvtier.remote.backends.mooncake", module)
     assert open_backend("mooncake://host:50051?threads=3&protocol=tcp&digest=blake2b") == "store"
     assert given == [("host", 50051, {"threads": "3", "protocol": "tcp"})]

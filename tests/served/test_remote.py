@@ -13,8 +13,8 @@ import pytest
 from breadth import sample
 
 from kvtier import ConfigError
-from kvtier.remote.shelf import open_shelf
-from kvtier.remote.upkeep import contents
+from kvtier.remote.keeper.shelf import open_shelf
+from kvtier.remote.keeper.upkeep import contents
 from runner import LLM, SamplingParams, needle
 from runner.cli import main
 from runner.commands import serve

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvtier import ConfigError, Journal
-from kvtier.coordinator.pace import Pace
 from kvtier.machine.journal import Admitted, Arrived, Ended, Runs, Waits
+from kvtier.remote.pace import Pace
 from runner import AsyncLLM, UnknownRequest, needle
 from runner.cli import main
 from runner.explanations import MOST_NAMES, MOST_PARTS, Explanations

@@ -41,9 +41,9 @@ class Behind:
     def __init__(
         self, books: RelayedBooks, config: Any, cache: Any, geometry: Geometry, settings: Settings
     ) -> None:
-        from kvtier.coordinator.pace import Pace
         from kvtier.integrations.vllm.stats import COUNTERS
-        from kvtier.remote.uri import open_backend
+        from kvtier.remote.backends.uri import open_backend
+        from kvtier.remote.pace import Pace
 
         assert settings.remote_uri is not None
         self._books = books

@@ -79,8 +79,8 @@ class Settings:
 
     def check_remote(self) -> None:
         """Raises ``ConfigError`` for options of a remote that are half given, or cannot work."""
+        from kvtier.remote.backends.uri import parse_uri
         from kvtier.remote.check import check_remote
-        from kvtier.remote.uri import parse_uri
 
         if self.remote_uri is None:
             given = [name for name in OF_REMOTE if getattr(self, name) is not None]

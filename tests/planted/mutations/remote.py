@@ -98,7 +98,7 @@ MUTATIONS = (
         "I19 S4",
         "a thread of the remote hangs at what is no file",
         "remote/directory",
-        ("kvtier.remote.folder", "os.O_RDONLY | os.O_NONBLOCK | _BARE", "os.O_RDONLY | _BARE"),
+        ("kvtier.remote.backends.folder", "os.O_RDONLY | os.O_NONBLOCK | _BARE", "os.O_RDONLY | _BARE"),
         hangs=True,
     ),
     mutation(
@@ -136,7 +136,7 @@ MUTATIONS = (
         "a keeper makes a file anywhere",
         "remote/folder",
         (
-            "kvtier.remote.folder",
+            "kvtier.remote.backends.folder",
             "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | _BARE",
             "os.O_RDWR | os.O_CREAT | os.O_NONBLOCK",
         ),

@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Any
 
 from kvtier.remote.envelope import TRAILER_BYTES, Envelope, Trailer, read_trailer
+from kvtier.remote.keeper.shelf import Entry, Shelf
 from kvtier.remote.names import Name, parse
-from kvtier.remote.shelf import Entry, Shelf
 
 STAGING_S = 3600.0
 """A staging file of this age has no writer any more."""

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.remote.block_store import DAMAGED, After, Buffers, Outcome
-from kvtier.remote.threads import BackendThreads, Call, Failure, Rank, reason_of
+from kvtier.remote.backends.contract import DAMAGED, After, Buffers, Outcome
+from kvtier.remote.backends.threads import BackendThreads, Call, Failure, Rank, reason_of
 
 
 class _ObjectCall(Call):

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.folder import LIST, PRIVATE, Folder, Misplaced
+from kvtier.remote.backends.folder import LIST, PRIVATE, Folder, Misplaced
+from kvtier.remote.backends.threads import reason_of
+from kvtier.remote.backends.uri import bucket, parse_uri
 from kvtier.remote.names import ROOT, parse
-from kvtier.remote.threads import reason_of
-from kvtier.remote.uri import bucket, parse_uri
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

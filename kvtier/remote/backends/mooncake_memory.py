@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.block_store import Buffers
+from kvtier.remote.backends.contract import Buffers
 
 SMALL_PIECE, PACKED_BYTES = 256 << 10, 512 << 10
 """An object that is packed has smaller pieces on average, and at most so many bytes in all."""

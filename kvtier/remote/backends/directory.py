@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.block_store import DAMAGED, Buffers, Outcome
-from kvtier.remote.folder import PRIVATE, Folder
+from kvtier.remote.backends.contract import DAMAGED, Buffers, Outcome
+from kvtier.remote.backends.folder import PRIVATE, Folder
+from kvtier.remote.backends.threaded import ThreadedBackend, check_size
+from kvtier.remote.backends.threads import Failure, reason_of
 from kvtier.remote.names import ROOT
 from kvtier.remote.summing import WORD, Summing, Words, words_of
-from kvtier.remote.threaded import ThreadedBackend, check_size
-from kvtier.remote.threads import Failure, reason_of
 
 log = logging.getLogger("kvtier.remote")
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import PriorityQueue
 
-from kvtier.remote.batches import by_number, by_size, first_alone
-from kvtier.remote.block_store import DAMAGED, After, Buffers, Outcome
-from kvtier.remote.mooncake_library import (
+from kvtier.remote.backends.batches import by_number, by_size, first_alone
+from kvtier.remote.backends.contract import DAMAGED, After, Buffers, Outcome
+from kvtier.remote.backends.mooncake_library import (
     LANES,
     OTHER_LENGTH,
     MooncakeOptions,
@@ -25,8 +25,8 @@ from kvtier.remote.mooncake_library import (
     meaning,
     seconds_in_force,
 )
-from kvtier.remote.mooncake_memory import MOST_PIECES, Pieces, Stage, pieces_of, place, register
-from kvtier.remote.threads import BackendThreads, Call, Rank, reason_of
+from kvtier.remote.backends.mooncake_memory import MOST_PIECES, Pieces, Stage, pieces_of, place, register
+from kvtier.remote.backends.threads import BackendThreads, Call, Rank, reason_of
 
 BATCH_PIECES = MOST_PIECES
 BATCH_BYTES = 64 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvtier.remote.block_store import Buffers
+from kvtier.remote.backends.contract import Buffers
 
 
 def by_size(

@@ -16,10 +16,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
-from kvtier.remote.block_store import Backend
-from kvtier.remote.folder import PRIVATE
-from kvtier.remote.mooncake_library import MooncakeOptions, import_library
-from kvtier.remote.threads import reason_of
+from kvtier.remote.backends.contract import Backend
+from kvtier.remote.backends.folder import PRIVATE
+from kvtier.remote.backends.mooncake_library import MooncakeOptions, import_library
+from kvtier.remote.backends.threads import reason_of
 
 if TYPE_CHECKING:
     from obstore.store import MemoryStore, ObjectStore
@@ -120,7 +120,7 @@ def check_packages(uri: RemoteURI) -> None:
     if uri.scheme == "mooncake":
         import_library()
     elif uri.scheme != "file":
-        from kvtier.remote.obstore_store import load_obstore
+        from kvtier.remote.backends.object_store import load_obstore
 
         load_obstore()
 
@@ -184,13 +184,13 @@ def _check_place(uri: str, found: RemoteURI) -> None:
 
 
 def _open_directory(uri: RemoteURI) -> Backend:
-    from kvtier.remote.directory import DirectoryBackend
+    from kvtier.remote.backends.directory import DirectoryBackend
 
     return DirectoryBackend(Path(uri.path), uri.threads, uri.mode)
 
 
 def _open_memory(uri: RemoteURI) -> Backend:
-    from kvtier.remote.obstore_store import ObjectBackend, load_obstore
+    from kvtier.remote.backends.object_store import ObjectBackend, load_obstore
 
     load_obstore()
     from obstore.store import MemoryStore
@@ -200,7 +200,7 @@ def _open_memory(uri: RemoteURI) -> Backend:
 
 
 def _open_cloud(uri: RemoteURI) -> Backend:
-    from kvtier.remote.obstore_store import ObjectBackend, check_bucket
+    from kvtier.remote.backends.object_store import ObjectBackend, check_bucket
 
     backend = bucket(uri)
     check_bucket(backend, f"{uri.scheme}://{uri.host}{uri.path}")
@@ -209,7 +209,7 @@ def _open_cloud(uri: RemoteURI) -> Backend:
 
 def bucket(uri: RemoteURI) -> ObjectStore:
     """obstore's store for a bucket. Raises ``ConfigError``."""
-    from kvtier.remote.obstore_store import http_options, load_obstore
+    from kvtier.remote.backends.object_store import http_options, load_obstore
 
     load_obstore()
     from obstore.store import from_url
@@ -225,7 +225,7 @@ def bucket(uri: RemoteURI) -> ObjectStore:
 
 
 def _open_mooncake(uri: RemoteURI) -> Backend:
-    MooncakeBackend = import_module("kvtier.remote.mooncake_store").MooncakeBackend  # noqa: N806
+    MooncakeBackend = import_module("kvtier.remote.backends.mooncake").MooncakeBackend  # noqa: N806
     assert uri.port is not None
     backend: Backend = MooncakeBackend(uri.host, uri.port, uri.options)
     return backend

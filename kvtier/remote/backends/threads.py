@@ -21,7 +21,7 @@ from queue import PriorityQueue
 
 from kvtier.machine.forks import of_another_process, watch
 from kvtier.machine.kept import KEPT
-from kvtier.remote.block_store import Answer, Outcome
+from kvtier.remote.backends.contract import Answer, Outcome
 
 LATE = "the call's time was over before it began"
 LONGEST = 200

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.block_store import Buffers, Outcome
+from kvtier.remote.backends.contract import Buffers, Outcome
+from kvtier.remote.backends.threaded import ThreadedBackend, check_size
+from kvtier.remote.backends.threads import Failure, reason_of
 from kvtier.remote.names import ROOT
-from kvtier.remote.threaded import ThreadedBackend, check_size
-from kvtier.remote.threads import Failure, reason_of
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

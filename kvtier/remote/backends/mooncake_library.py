@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.block_store import DAMAGED, Outcome
+from kvtier.remote.backends.contract import DAMAGED, Outcome
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 LANES = 16

@@ -1,0 +1,1 @@
+"""Who keeps objects: the contract of a backend, and those that there are."""

@@ -1,0 +1,1 @@
+"""What lies in a remote tier, listed, verified and removed (``kvtier remote``)."""
