@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvtier import ConfigError, KVCache, Request, Scheduler
 from runner.engine import Engine
-from runner.kv_scales import LayerScales
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
+from runner.model.kv_scales import LayerScales
 from runner.sampling import SamplingParams
 
 

@@ -17,12 +17,13 @@ from typing import Any
 from kvtier import CacheSpec, ConfigError
 from kvtier.coordinator.running import check_limits
 from kvtier.geometry.spec import Kind
-from runner import checkpoint, needle
+from runner import needle
 from runner.llm import LLM
 from runner.memory import Memory
-from runner.model import HybridModel, max_tokens
+from runner.model import checkpoint
+from runner.model.hybrid import HybridModel, max_tokens
+from runner.model.prompts import ordinary_tokens
 from runner.outputs import RequestOutput
-from runner.prompts import ordinary_tokens
 from runner.questions import ask
 from runner.sampling import SamplingParams
 

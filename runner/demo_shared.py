@@ -23,8 +23,8 @@ from urllib.request import Request, urlopen
 
 from kvtier import ConfigError
 from runner import needle
-from runner.checkpoint import find_folder, read_config
 from runner.demo import bundled_length, check_length
+from runner.model.checkpoint import find_folder, read_config
 
 MAX_NEW_TOKENS = 8
 START_S = 180.0

@@ -21,9 +21,9 @@ from kvtier.observe.kv_events.publisher import KVEventPublisher
 from kvtier.remote.pace import Pace
 from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
-from runner.graphs import DecodeGraphs
 from runner.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
-from runner.model import HybridModel
+from runner.model.graphs import DecodeGraphs
+from runner.model.hybrid import HybridModel
 from runner.sampling import SamplingParams
 from runner.shares import Shares
 

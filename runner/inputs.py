@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier import InvalidRequest
 from kvtier.machine.integers import shown
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from kvtier.cpu_offload.engines.cuda import device_sums, fragment_kernel
 from kvtier.cpu_offload.engines.cuda.link import check_software
 from kvtier.cpu_offload.engines.paths import FRAGMENT_BYTES, MANY
 from kvtier.geometry.sizing import fixed_blocks, parse_bytes
-from runner import graphs
+from runner.model import graphs
 
 Memory = str | int | Mapping[str, int]
 

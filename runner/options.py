@@ -21,8 +21,8 @@ from kvtier.cpu_offload.engines.cuda.link import check_software
 from kvtier.geometry.sizing import parse_bytes
 from kvtier.machine.integers import shown
 from runner import memory
-from runner.device import model_device
 from runner.memory import Memory
+from runner.model.device import model_device
 
 CACHE_OPTIONS = [
     field.name for field in fields(Options) if field.name != "device" and not field.name.endswith(("_bytes", "_blocks"))

@@ -24,19 +24,21 @@ from kvtier.coordinator.running import check_limits
 from kvtier.machine.integers import shown
 from kvtier.observe.kv_events.config import KVEventsConfig
 from kvtier.observe.kv_events.publisher import KVEventPublisher
-from runner import checkpoint, graphs, memory, model_identity, options
+from runner import memory, options
 from runner.answers import Answer, Answers
 from runner.bad_words import tokens_of
-from runner.device import model_device
 from runner.engine import Engine
 from runner.engine_thread import EngineThread
 from runner.explanations import Explanations, RequestExplanation
-from runner.graphs import bucket_sizes, captured, why_eager
 from runner.inputs import Given, Inputs
-from runner.kv_scales import check_kv_options
 from runner.matching import Grammar, Meter
 from runner.memory import Memory
-from runner.model import HybridModel
+from runner.model import checkpoint, graphs
+from runner.model import identity as model_identity
+from runner.model.device import model_device
+from runner.model.graphs import bucket_sizes, captured, why_eager
+from runner.model.hybrid import HybridModel
+from runner.model.kv_scales import check_kv_options
 from runner.sampling import SamplingParams
 from runner.sampling_state import SamplingState
 from runner.shares import Shares

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from benchmarks import machine
 from kvtier import KVCache
 from runner import demo
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 from runner.needle import weights_path
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from benchmarks import machine
 from runner import LLM, SamplingParams, demo
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
 
 

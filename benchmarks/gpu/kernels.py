@@ -30,7 +30,7 @@ from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.machine.device import install_extra
-from runner.checkpoint import find_config
+from runner.model.checkpoint import find_config
 from runner.needle import weights_path
 
 SECTION = "kernels"

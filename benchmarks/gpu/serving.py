@@ -23,11 +23,11 @@ from benchmarks.models import MODELS
 from kvtier import AttentionUnavailable, FinishedRequest, Request
 from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.geometry.spec import CacheSpec, Kind
-from runner.attention import NAME
 from runner.engine import StepOutput
-from runner.graphs import Capture, Captured, CudaCapture, DecodeGraphs
 from runner.llm import LLM
-from runner.model import HybridModel
+from runner.model.attention import NAME
+from runner.model.graphs import Capture, Captured, CudaCapture, DecodeGraphs
+from runner.model.hybrid import HybridModel
 from runner.plan import compute
 from runner.sampling import SamplingParams
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from runner import LLM, SamplingParams, gguf
+from runner import LLM, SamplingParams
+from runner.model import gguf
 
 Prompts = Sequence[list[int]]
 

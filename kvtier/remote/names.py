@@ -4,7 +4,7 @@ Promises   two caches share a namespace only if a block of one means the same in
            model id, geometry (dtypes, scales and block sizes among it), layers, layout of bytes, byte order and secret.
            The key's first two digits are a folder: 100,000 files in one are listed, asked for and deleted several times
            more slowly than in 256.
-Does not   see more of the weights than ``model_id`` says. ``runner.model_identity`` makes one of a checkpoint.
+Does not   see more of the weights than ``model_id`` says. ``runner.model.identity`` makes one of a checkpoint.
 """
 
 from __future__ import annotations

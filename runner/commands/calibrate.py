@@ -28,8 +28,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
     from runner.calibrate import calibrate_on_text
-    from runner.kv_scales import save_scales
-    from runner.model import HybridModel
+    from runner.model.hybrid import HybridModel
+    from runner.model.kv_scales import save_scales
 
     quiet_transformers()
     scales, tokens = calibrate_on_text(HybridModel.load(args.model, args.device), Path(args.text), args.tokens)

@@ -18,7 +18,7 @@ from runner.commands.arguments import (
 
 def add_to(commands: Any) -> None:
     """Adds the subcommand."""
-    from runner.tolerance import TOLERANCE
+    from runner.model.tolerance import TOLERANCE
 
     verify = commands.add_parser(
         "verify",

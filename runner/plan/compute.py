@@ -19,7 +19,7 @@ from kvtier.geometry.spec import Attention, CacheSpec, Kind
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import query_heads, text_config
 from kvtier.machine.errors import UnsupportedModel
-from runner.checkpoint import auto_class
+from runner.model.checkpoint import auto_class
 
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")

@@ -16,7 +16,7 @@ from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 from kvtier.machine.integers import shown
-from runner.checkpoint import find_config
+from runner.model.checkpoint import find_config
 from runner.plan import compute
 from runner.plan.remote import plan_remote
 from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient

@@ -16,8 +16,8 @@ import numpy as np
 from kvtier import CacheSpec, ConfigError, GroupSpec
 from kvtier.geometry.spec import Kind
 from runner import needle
-from runner.model import HybridModel
-from runner.prompts import ordinary_tokens
+from runner.model.hybrid import HybridModel
+from runner.model.prompts import ordinary_tokens
 
 TOKENS = 2_048
 NEW_TOKENS = 24

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
 from kvtier.machine.stats import TransferStats
 from kvtier.testing import SimulatedEngine
-from runner.graphs import DecodeGraphs
-from runner.model import HybridModel
+from runner.model.graphs import DecodeGraphs
+from runner.model.hybrid import HybridModel
 from runner.verify.cold import Entry, bounds
 from runner.verify.plan import Plan
 

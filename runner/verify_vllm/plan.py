@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.prompts import ordinary_tokens
+from runner.model.prompts import ordinary_tokens
 
 TOKENS = 2_048
 NEW_TOKENS = 24

@@ -24,7 +24,7 @@ from benchmarks.gpu.ttft import MODELS
 from kvtier.attention._flashinfer_plan import Indices, PlanKey, Wrappers
 from kvtier.attention.choice import Machine, choose
 from kvtier.geometry.spec import CacheSpec
-from runner.checkpoint import find_config
+from runner.model.checkpoint import find_config
 from runner.needle import weights_path
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from runner.checkpoint import auto_class
-from runner.model import HybridModel
+from runner.model.checkpoint import auto_class
+from runner.model.hybrid import HybridModel
 
 from . import zoo
 

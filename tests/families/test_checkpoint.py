@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from kvtier.machine.errors import ConfigError
-from runner import checkpoint
 from runner.errors import ModelLoadError
-from runner.model import HybridModel
+from runner.model import checkpoint
+from runner.model.hybrid import HybridModel
 
 from . import zoo
 from .conftest import Family

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtier import KVTierError, MemoryUnavailable
 from kvtier.machine.errors import UnsupportedModel
-from runner import LLM, SamplingParams, checkpoint, cli, gguf
+from runner import LLM, SamplingParams, cli
 from runner.errors import MissingPackage, ModelLoadError
-from runner.gguf_header import read_header
-from runner.model import HybridModel
+from runner.model import checkpoint, gguf
+from runner.model.gguf_header import read_header
+from runner.model.hybrid import HybridModel
 
 from . import gguf_files, zoo
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvtier import KVCache, Request, Scheduler
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 from . import zoo
 from .test_logits import CONTROLS

@@ -11,7 +11,7 @@ import torch
 
 from kvtier.attention import reference
 from kvtier.geometry.spec import FullAttention, GroupSpec
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 from . import zoo
 from .conftest import PLAN, Family

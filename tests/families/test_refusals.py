@@ -14,9 +14,10 @@ from transformers.masking_utils import create_causal_mask
 
 from kvtier import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
-from runner import checkpoint, model, selfcheck
 from runner.errors import ModelLoadError
-from runner.model import HybridModel
+from runner.model import checkpoint, selfcheck
+from runner.model import hybrid as model
+from runner.model.hybrid import HybridModel
 
 from . import zoo
 from .conftest import Family
@@ -296,7 +297,7 @@ def test_a_device_that_is_lost_is_not_the_familys_fault(tmp_path: Path, monkeypa
     def lost(*_: Any) -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("runner.selfcheck._packed", lost)
+    monkeypatch.setattr("runner.model.selfcheck._packed", lost)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         HybridModel.load(zoo.build("gemma3", tmp_path))
 

@@ -13,7 +13,7 @@ from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.attention.flashinfer import workspace_bytes_for
 from kvtier.integrations.transformers import query_heads
 from kvtier.machine.errors import ConfigError
-from runner import model
+from runner.model import hybrid as model
 
 from . import zoo
 

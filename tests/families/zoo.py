@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from runner.checkpoint import auto_class
+from runner.model.checkpoint import auto_class
 
 VOCAB = 160
 _TINY = {

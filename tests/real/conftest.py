@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 MADE = Path(sys.prefix) / "cache" / "real-models"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner import LLM, SamplingParams, cli, demo, verify
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 from runner.questions import ask
 
 from .conftest import Transformers

@@ -9,7 +9,7 @@ import pytest
 from server.running import serving
 
 from runner import LLM, AsyncLLM, SamplingParams
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 from .conftest import Transformers
 

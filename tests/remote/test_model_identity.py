@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from runner.errors import ModelLoadError
-from runner.model_identity import model_id, weights_digest
+from runner.model.identity import model_id, weights_digest
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier import KVCache, Scheduler
 from kvtier.attention.flashinfer import FlashInfer
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 __all__ = ["family", "quiet"]
 

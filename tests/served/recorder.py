@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 
 class Recorder:

@@ -20,7 +20,7 @@ from kvtier.machine.wakeup import Wakeup
 from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams, service
 from runner.async_llm import LONG
 from runner.metrics import Metrics
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
 
 PROMPT = make_prompt(600, seed=0)

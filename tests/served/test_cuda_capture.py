@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvtier.attention._flashinfer_plan import Lane
 from kvtier.attention._moment import new_moment
-from runner import graphs as module
-from runner.graphs import CudaCapture, DecodeGraphs
+from runner.model import graphs as module
+from runner.model.graphs import CudaCapture, DecodeGraphs
 
 from .conftest import MAX_RUNNING, Serving
 from .fake_streams import DEVICE, Cuda

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvtier import DeviceUnavailable
-from runner import checkpoint, demo
+from runner import demo
 from runner.cli import main
-from runner.model import HybridModel
+from runner.model import checkpoint
+from runner.model.hybrid import HybridModel
 from runner.questions import ask
 from runner.show import show, verdict
 

@@ -23,11 +23,12 @@ from kvtier import CacheSpec, ConfigError, FullAttention, GroupSpec, MemoryUnava
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer, Held, workspace_bytes_for
 from kvtier.machine.errors import AttentionUnavailable
-from runner import LLM, SamplingParams, graphs, memory, verify
+from runner import LLM, SamplingParams, memory, verify
 from runner import service as service_module
-from runner.attention import scales_of
-from runner.graphs import DecodeGraphs
-from runner.model import HybridModel
+from runner.model import graphs
+from runner.model.attention import scales_of
+from runner.model.graphs import DecodeGraphs
+from runner.model.hybrid import HybridModel
 from runner.verify import kit, show
 from runner.verify.scenarios import SCENARIOS
 

@@ -18,8 +18,8 @@ from runner import LLM, SamplingParams, verify
 from runner.calibrate import calibrate, calibrate_on_text
 from runner.cli import main
 from runner.errors import ModelLoadError
-from runner.kv_scales import read_scales, save_scales
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
+from runner.model.kv_scales import read_scales, save_scales
 from runner.needle import make_prompt, weights_path
 from runner.verify.scenarios import SCENARIOS
 

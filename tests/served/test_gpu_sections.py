@@ -35,7 +35,7 @@ from kvtier.cpu_offload.engines.cuda import link as cuda_link
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
 from runner.engine import Engine
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 
 from .cpu_graph import CpuGraphs
 

@@ -21,12 +21,12 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.machine.errors import AttentionUnavailable
 from kvtier.testing import Faults, SimulatedDevice
-from runner import graphs as module
 from runner.engine import Engine
-from runner.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, most_pages
-from runner.model import HybridModel
+from runner.model import graphs as module
+from runner.model.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, most_pages
+from runner.model.hybrid import HybridModel
+from runner.model.selfcheck import self_check
 from runner.sampling import SamplingParams
-from runner.selfcheck import self_check
 
 from .conftest import MAX_RUNNING, SHAPES, Serving
 from .cpu_graph import CpuGraphs
@@ -233,7 +233,7 @@ def test_a_size_that_cannot_be_captured_leaves_the_others(
     assert {name: len(ids) for name, ids in found.items()} == {r.request_id: r.max_new_tokens for r in requests(6)}
     assert engine.graphs is not None and engine.graphs.stats()["captured"] == captured
     assert (engine.graphs.replayed > 5) is (captured != [])
-    said = [r.getMessage() for r in caplog.records if r.name == "runner.graphs"]
+    said = [r.getMessage() for r in caplog.records if r.name == "runner.model.graphs"]
     reason = "capturing failed (RuntimeError: operation not permitted when stream is capturing)"
     assert said == [f"decode steps run without CUDA graphs: {reason}"]
 
@@ -303,7 +303,7 @@ def test_steps_that_do_not_fit_run_eagerly_and_that_is_said_once(
     with caplog.at_level(logging.WARNING):
         engine = engine_of(serve("gemma3"), CpuGraphs(flashinfer))
         assert len(answers(engine, 5)) == 5
-    said = [r.getMessage() for r in caplog.records if r.name == "runner.graphs"]
+    said = [r.getMessage() for r in caplog.records if r.name == "runner.model.graphs"]
     assert said == ["decode steps run without CUDA graphs: a step has more pages than its graph has room for"]
     assert engine.graphs is not None and engine.graphs.eager > 5
 
@@ -361,7 +361,7 @@ def test_auto_falls_back_where_flashinfer_turns_out_not_to_work(
         monkeypatch.setattr("kvtier.attention._flashinfer_plan.importlib", SimpleNamespace(import_module=fails))
     folder = zoo.build("gemma3", tmp_path, head_dim=64)
     forgotten: list[torch.device] = []
-    monkeypatch.setattr("runner.model.forget_last_error", forgotten.append)
+    monkeypatch.setattr("runner.model.hybrid.forget_last_error", forgotten.append)
     for required in (False, True):
         chosen = Choice("flashinfer", "as if on CUDA", required)
         monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, chosen=chosen: chosen)

@@ -19,8 +19,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams, checkpoint, memory, options
-from runner.model import HybridModel
+from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams, memory, options
+from runner.model import checkpoint
+from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
 from runner.stops import StopStrings
 from runner.text import TextStream

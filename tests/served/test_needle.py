@@ -16,7 +16,7 @@ from breadth import sample, sized
 
 from kvtier.pools.block_pool import Col, Mark
 from runner import LLM, SamplingParams
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 from runner.needle import NeedlePrompt, make_prompt, weights_path
 
 from .recorder import Recorder

@@ -28,7 +28,7 @@ from kvtier.geometry.spec import Kind
 from kvtier.testing import Faults, SimulatedEngine
 from runner import verify
 from runner.cli import main
-from runner.model import HybridModel
+from runner.model.hybrid import HybridModel
 from runner.verify import Status, kit, scenarios
 from runner.verify.cold import Cold
 from runner.verify.compare import Comparing

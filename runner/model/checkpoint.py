@@ -36,12 +36,10 @@ from transformers import (
 from kvtier.geometry.spec import DTYPE_ALIASES
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 from kvtier.machine.integers import shown
-from runner import (
-    gguf,
-    needle,  # noqa: F401  registers the bundled model's architecture with transformers
-)
+from runner import needle
 from runner.errors import ModelLoadError
-from runner.gguf_header import Header
+from runner.model import gguf
+from runner.model.gguf_header import Header
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]

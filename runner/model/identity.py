@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.remote import weights
-from runner.checkpoint import weight_files
 from runner.errors import ModelLoadError
+from runner.model.checkpoint import weight_files
 
 
 def model_id(model: Any, folder: Path) -> str:

@@ -22,10 +22,10 @@ from torch import Tensor
 from kvtier.attention.paged import Paged, paged_from_table
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import KVTierError, UnsupportedModel
-from runner import masks
-from runner.attention import NAME
-from runner.checkpoint import bos_token_id
 from runner.errors import ModelLoadError
+from runner.model import masks
+from runner.model.attention import NAME
+from runner.model.checkpoint import bos_token_id
 
 _SHORT = 13, 7
 """Tokens of the two requests if no window or chunk is passed."""

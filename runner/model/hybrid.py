@@ -27,9 +27,9 @@ from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, dtype_name
 from kvtier.integrations.transformers import query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
-from runner import checkpoint
-from runner.attention import NAME, StepContext, Temperature, owners, scales_of
-from runner.device import model_device
+from runner.model import checkpoint
+from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
+from runner.model.device import model_device
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -104,7 +104,7 @@ class HybridModel:
         config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
         "flashinfer" cannot run. ``MemoryUnavailable`` means that the device has no room for the weights.
         """
-        from runner.selfcheck import self_check as check
+        from runner.model.selfcheck import self_check as check
 
         device = model_device(device)
         folder = checkpoint.find_folder(path_or_id)
@@ -200,7 +200,7 @@ class HybridModel:
         over. If FlashInfer was asked for by name, raises ``AttentionUnavailable`` instead. 0 for other backends, which
         are not tried.
         """
-        from runner.selfcheck import try_forward
+        from runner.model.selfcheck import try_forward
 
         if self.attention.name != "flashinfer":
             return 0

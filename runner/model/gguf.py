@@ -24,7 +24,7 @@ from transformers.utils import logging
 from kvtier.integrations.transformers import text_config
 from kvtier.machine.errors import UnsupportedModel
 from runner.errors import MissingPackage, ModelLoadError
-from runner.gguf_header import MAGIC, Header, read_header
+from runner.model.gguf_header import MAGIC, Header, read_header
 
 _PACKAGES = ("gguf", "accelerate")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

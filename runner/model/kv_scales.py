@@ -16,7 +16,7 @@ from typing import Any
 from kvtier import ConfigError
 from kvtier.geometry.spec import DTYPE_BYTES, dtype_name
 from kvtier.machine.integers import shown
-from runner import checkpoint
+from runner.model import checkpoint
 
 LayerScales = dict[int, dict[str, Any]]
 """By model layer: "k" and "v", each a number or one number per KV head."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from kvtier import CacheSpec, GroupSpec, KVCache, Step
 from kvtier.attention.kernels import words
-from runner.model import HybridModel
-from runner.selfcheck import scratch_cache
+from runner.model.hybrid import HybridModel
+from runner.model.selfcheck import scratch_cache
 
 _log = logging.getLogger(__name__)
 
