@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     )
     from runner.llm import LLM
     from runner.outputs import CompletionOutput, RequestOutput
-    from runner.sampling import RequestOutputKind, SamplingParams
-    from runner.structured_outputs import StructuredOutputs
+    from runner.sampling.grammars.structured_outputs import StructuredOutputs
+    from runner.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
@@ -53,10 +53,10 @@ _HOMES = {
     "NonFiniteLogits": "runner.errors",
     "Overloaded": "runner.errors",
     "RequestOutput": "runner.outputs",
-    "RequestOutputKind": "runner.sampling",
+    "RequestOutputKind": "runner.sampling.params",
     "RunnerError": "runner.errors",
-    "SamplingParams": "runner.sampling",
-    "StructuredOutputs": "runner.structured_outputs",
+    "SamplingParams": "runner.sampling.params",
+    "StructuredOutputs": "runner.sampling.grammars.structured_outputs",
     "UnknownRequest": "runner.errors",
 }
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from kvtier import KVTierError, Request
 from kvtier.coordinator.request import FinishReason
 from runner.engine_thread import EngineThread
-from runner.logprobs import TokenLogprobs
 from runner.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
-from runner.sampling_state import SamplingState
+from runner.sampling.logprobs import TokenLogprobs
+from runner.sampling.state import SamplingState
 from runner.stops import StopStrings
 from runner.streams import Mail, TokenStream
 from runner.text import TextStream

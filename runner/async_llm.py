@@ -16,10 +16,10 @@ from kvtier.machine.integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, Overloaded
 from runner.inputs import Given, Prompt
-from runner.matching import Grammar
 from runner.outputs import RequestOutput
-from runner.sampling import RequestOutputKind, SamplingParams
-from runner.sampling_state import SamplingState
+from runner.sampling.grammars.matching import Grammar
+from runner.sampling.params import RequestOutputKind, SamplingParams
+from runner.sampling.state import SamplingState
 from runner.service import Service
 from runner.streams import Courier, LoopMail, Mail
 from runner.timing import Timing, refusals

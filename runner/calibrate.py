@@ -19,7 +19,7 @@ from kvtier import ConfigError, KVCache, Request, Scheduler
 from runner.engine import Engine
 from runner.model.hybrid import HybridModel
 from runner.model.kv_scales import LayerScales
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 
 
 def calibrate(

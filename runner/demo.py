@@ -25,7 +25,7 @@ from runner.model.hybrid import HybridModel, max_tokens
 from runner.model.prompts import ordinary_tokens
 from runner.outputs import RequestOutput
 from runner.questions import ask
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 
 TOKENS = 90_112
 REQUESTS = 3

@@ -19,12 +19,12 @@ from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Schedule
 from kvtier.machine.integers import shown
 from kvtier.observe.kv_events.publisher import KVEventPublisher
 from kvtier.remote.pace import Pace
-from runner.draw import Chosen, Sampler, SamplingState
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
-from runner.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.model.graphs import DecodeGraphs
 from runner.model.hybrid import HybridModel
-from runner.sampling import SamplingParams
+from runner.sampling.draw import Chosen, Sampler, SamplingState
+from runner.sampling.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
+from runner.sampling.params import SamplingParams
 from runner.shares import Shares
 
 IDLE_WAIT_S = 1.0

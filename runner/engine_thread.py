@@ -28,7 +28,7 @@ from kvtier.machine.forks import of_another_process, watch
 from kvtier.machine.wakeup import Wakeup
 from runner.engine import Engine
 from runner.errors import EngineDead
-from runner.sampling_state import SamplingState
+from runner.sampling.state import SamplingState
 from runner.streams import Courier, End, TokenStream
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from kvtier.machine.integers import shown
 from runner.answers import Answers
 from runner.errors import EngineDead, ForwardFailed
 from runner.inputs import Prompt, as_list
-from runner.matching import Grammar
 from runner.outputs import RequestOutput
-from runner.sampling import SamplingParams
+from runner.sampling.grammars.matching import Grammar
+from runner.sampling.params import SamplingParams
 from runner.service import Service
 from runner.streams import ThreadMail
 

@@ -26,12 +26,10 @@ from kvtier.observe.kv_events.config import KVEventsConfig
 from kvtier.observe.kv_events.publisher import KVEventPublisher
 from runner import memory, options
 from runner.answers import Answer, Answers
-from runner.bad_words import tokens_of
 from runner.engine import Engine
 from runner.engine_thread import EngineThread
 from runner.explanations import Explanations, RequestExplanation
 from runner.inputs import Given, Inputs
-from runner.matching import Grammar, Meter
 from runner.memory import Memory
 from runner.model import checkpoint, graphs
 from runner.model import identity as model_identity
@@ -39,12 +37,14 @@ from runner.model.device import model_device
 from runner.model.graphs import bucket_sizes, captured, why_eager
 from runner.model.hybrid import HybridModel
 from runner.model.kv_scales import check_kv_options
-from runner.sampling import SamplingParams
-from runner.sampling_state import SamplingState
+from runner.sampling.bad_words import tokens_of
+from runner.sampling.grammars.matching import Grammar, Meter
+from runner.sampling.grammars.structured import LIMIT_S, GrammarCompiler
+from runner.sampling.params import SamplingParams
+from runner.sampling.state import SamplingState
 from runner.shares import Shares
 from runner.stops import StopStrings
 from runner.streams import Mail
-from runner.structured import LIMIT_S, GrammarCompiler
 from runner.words import Words
 
 JOURNAL_EVENTS = 2**15

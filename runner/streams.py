@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from kvtier import FinishedRequest, KVTierError
-from runner.logprobs import TokenLogprobs
+from runner.sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvtier import InvalidRequest, RequestTooLarge
 from runner.answers import Answer, Answers
 from runner.errors import EngineDead, Overloaded
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from runner.metrics import Metrics, Refusal

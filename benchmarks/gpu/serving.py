@@ -29,7 +29,7 @@ from runner.model.attention import NAME
 from runner.model.graphs import Capture, Captured, CudaCapture, DecodeGraphs
 from runner.model.hybrid import HybridModel
 from runner.plan import compute
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 
 GIB = 1 << 30
 OVERHEAD_BYTES = 8 * GIB

@@ -29,10 +29,10 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.machine import describe
 from benchmarks.output import stdout
 from runner import SamplingParams
-from runner.draw import Sampler, SamplingState
-from runner.matching import Grammar
-from runner.structured import GrammarCompiler
-from runner.structured_outputs import StructuredOutputs
+from runner.sampling.draw import Sampler, SamplingState
+from runner.sampling.grammars.matching import Grammar
+from runner.sampling.grammars.structured import GrammarCompiler
+from runner.sampling.grammars.structured_outputs import StructuredOutputs
 
 VOCABULARIES = (262_144, 32_000)
 SPREADS = {"peaked": 5.0, "flat": 1.0}

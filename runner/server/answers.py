@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from pydantic_core import to_json
 
 from runner.outputs import CompletionOutput, RequestOutput
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 from runner.server import logs
 from runner.server.admission import Ticket
 from runner.server.auth import Caller

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runner.outputs import CompletionOutput, RequestOutput
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 from runner.server.answers import Generation, logprob
 from runner.server.auth import Caller
 from runner.server.errors import ApiError

@@ -20,7 +20,7 @@ import numpy as np
 from kvtier import ConfigError, InvalidRequest
 from runner.async_llm import AsyncLLM
 from runner.metrics import Metrics
-from runner.sampling import RequestOutputKind, SamplingParams, StructuredOutputs
+from runner.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
 from runner.server.auth import Keys
 from runner.server.errors import TOO_LONG, ApiError

@@ -19,7 +19,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runner.outputs import RequestOutput
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 from runner.server.admission import Ticket
 from runner.server.errors import as_api_error, failed_answer
 from runner.server.served import Read, Served

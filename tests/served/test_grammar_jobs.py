@@ -15,10 +15,11 @@ from core.forking import in_child
 from transformers import AutoTokenizer
 
 from kvtier import CacheClosed, ConfigError, InvalidRequest
-from runner import LLM, AsyncLLM, SamplingParams, grammar_jobs, needle
+from runner import LLM, AsyncLLM, SamplingParams, needle
 from runner.errors import GrammarFailed
-from runner.structured import GrammarCompiler
-from runner.structured_outputs import StructuredOutputs
+from runner.sampling.grammars import jobs as grammar_jobs
+from runner.sampling.grammars.structured import GrammarCompiler
+from runner.sampling.grammars.structured_outputs import StructuredOutputs
 
 WAIT_S = 60.0
 SMALL = StructuredOutputs(choice=["4", "7"])
@@ -57,7 +58,7 @@ def processes(parent: int) -> list[int]:
     for folder in Path("/proc").iterdir():
         with suppress(OSError, ValueError, IndexError):
             state, its_parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            is_ours = b"runner.grammar_child" in (folder / "cmdline").read_bytes()
+            is_ours = b"runner.sampling.grammars.child" in (folder / "cmdline").read_bytes()
             if is_ours and state != "Z" and int(its_parent) == parent:
                 found.append(int(folder.name))
     return found

@@ -26,7 +26,7 @@ from runner.model import graphs as module
 from runner.model.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, most_pages
 from runner.model.hybrid import HybridModel
 from runner.model.selfcheck import self_check
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
 
 from .conftest import MAX_RUNNING, SHAPES, Serving
 from .cpu_graph import CpuGraphs

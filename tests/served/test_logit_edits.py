@@ -17,9 +17,9 @@ from transformers import (
 
 from kvtier import InvalidRequest
 from runner import SamplingParams
-from runner.bad_words import tokens_of
-from runner.draw import Sampler, SamplingState
 from runner.errors import NonFiniteLogits, NoTokenAllowed
+from runner.sampling.bad_words import tokens_of
+from runner.sampling.draw import Sampler, SamplingState
 
 VOCABULARY = 300
 EOS = (1, 2)

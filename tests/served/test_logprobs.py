@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from runner import SamplingParams, weights
-from runner.draw import Sampler, SamplingState
-from runner.logprobs import Logprobs, logprobs
+from runner import SamplingParams
+from runner.sampling import weights
+from runner.sampling.draw import Sampler, SamplingState
+from runner.sampling.logprobs import Logprobs, logprobs
 
 INF = float("inf")
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from runner import SamplingParams, weights
-from runner.draw import Sampler, SamplingState
+from runner import SamplingParams
+from runner.sampling import weights
+from runner.sampling.draw import Sampler, SamplingState
 
 INF = float("inf")
 NAN = float("nan")

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier import InvalidRequest
 from runner import RequestOutputKind, SamplingParams
-from runner.sampling import MOST_BAD_LETTERS, StructuredOutputs
+from runner.sampling.params import MOST_BAD_LETTERS, StructuredOutputs
 
 NAN = float("nan")
 

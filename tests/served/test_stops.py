@@ -7,7 +7,7 @@ import pytest
 
 from kvtier import InvalidRequest
 from runner import SamplingParams
-from runner.sampling import MOST_STOP_LETTERS
+from runner.sampling.params import MOST_STOP_LETTERS
 from runner.stops import START, StopStrings
 
 

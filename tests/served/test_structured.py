@@ -16,12 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvtier import InvalidRequest
-from runner import SamplingParams, matching, needle, structured
-from runner.draw import Sampler, SamplingState
+from runner import SamplingParams, needle
 from runner.errors import GrammarFailed, MissingPackage
-from runner.matching import Matcher
-from runner.structured import GrammarCompiler
-from runner.structured_outputs import StructuredOutputs
+from runner.sampling.draw import Sampler, SamplingState
+from runner.sampling.grammars import matching, structured
+from runner.sampling.grammars.matching import Matcher
+from runner.sampling.grammars.structured import GrammarCompiler
+from runner.sampling.grammars.structured_outputs import StructuredOutputs
 
 PADDING = 9
 """Logits beyond the tokenizer's vocabulary."""

@@ -13,8 +13,8 @@ import pytest
 from runner import answers as answers_module
 from runner import turns
 from runner.answers import Answer, Answers
-from runner.logprobs import TokenLogprobs
-from runner.sampling import SamplingParams
+from runner.sampling.logprobs import TokenLogprobs
+from runner.sampling.params import SamplingParams
 from runner.turns import LONGEST_S, RESTS, SHORT_S, OnTheSide, Turn
 from runner.words import Words
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import shown
-from runner.elsewhere import refusing_by_name
-from runner.structured_outputs import StructuredOutputs
+from runner.sampling.elsewhere import refusing_by_name
+from runner.sampling.grammars.structured_outputs import StructuredOutputs
 
 __all__ = ["GREEDY_BELOW", "RequestOutputKind", "SamplingParams", "StructuredOutputs"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import shown
-from runner.schema import not_enforced
+from runner.sampling.grammars.schema import not_enforced
 
 MAX_CHARACTERS = 2**17
 """Of a schema, regular expression or grammar, or of all choices together."""

@@ -29,8 +29,8 @@ from typing import Any, Generic, TypeVar
 
 from kvtier import CacheClosed, InvalidRequest
 from kvtier.machine.forks import watch
-from runner import grammar_child
 from runner.errors import GrammarFailed
+from runner.sampling.grammars import child as grammar_child
 
 SLOW_NICE = 10
 """Slow grammars leave the processor to everything else."""

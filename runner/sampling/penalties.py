@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runner.positions import positions
-from runner.sampling import SamplingParams
+from runner.sampling.params import SamplingParams
+from runner.sampling.positions import positions
 
 _FIRST_ROOM = 64
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from kvtier.machine.errors import InvalidRequest
 from runner.errors import MissingPackage
-from runner.grammar_child import said
-from runner.grammar_jobs import Compilations
-from runner.matching import Grammar
-from runner.structured_outputs import StructuredOutputs
+from runner.sampling.grammars.child import said
+from runner.sampling.grammars.jobs import Compilations
+from runner.sampling.grammars.matching import Grammar
+from runner.sampling.grammars.structured_outputs import StructuredOutputs
 
 CACHE_BYTES = 2**28
 """The most bytes of kept grammars. A grammar over 262,144 tokens takes some 2 to 30 MB."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runner.weights import UNIT, by_chunks, chunk_masses, largest, rows_at_once, weigh
+from runner.sampling.weights import UNIT, by_chunks, chunk_masses, largest, rows_at_once, weigh
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from runner.errors import GrammarFailed
-from runner.grammar_child import said
+from runner.sampling.grammars.child import said
 
 USUAL_S = 0.0002
 """CPU time that a usual grammar takes for a token, at most."""

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runner.matching import Masks
-from runner.penalties import Penalties
-from runner.positions import positions
-from runner.sampling_state import SamplingState
+from runner.sampling.grammars.matching import Masks
+from runner.sampling.penalties import Penalties
+from runner.sampling.positions import positions
+from runner.sampling.state import SamplingState
 
 Edit = Callable[[Tensor, npt.NDArray[np.uint64]], None]
 """Changes logits float32 [n, vocab] in place, for requests that have taken uint64 [n] tokens."""

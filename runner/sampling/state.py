@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.machine.errors import InvalidRequest
-from runner.bad_words import Ban
 from runner.errors import RunnerError
-from runner.matching import Matcher
-from runner.penalties import Tally
-from runner.sampling import SamplingParams
+from runner.sampling.bad_words import Ban
+from runner.sampling.grammars.matching import Matcher
+from runner.sampling.params import SamplingParams
+from runner.sampling.penalties import Tally
 
 
 class Follower(Protocol):

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvtier.attention.kernels import words
 from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
-from runner.logits import Edits
-from runner.logprobs import Logprobs, logprobs
-from runner.sampling import GREEDY_BELOW, SamplingParams
-from runner.sampling_state import SamplingState
-from runner.weights import CHUNK, UNIT, by_chunks, chunk_masses, largest, rows_at_once, weigh
+from runner.sampling.logits import Edits
+from runner.sampling.logprobs import Logprobs, logprobs
+from runner.sampling.params import GREEDY_BELOW, SamplingParams
+from runner.sampling.state import SamplingState
+from runner.sampling.weights import CHUNK, UNIT, by_chunks, chunk_masses, largest, rows_at_once, weigh
 
 __all__ = ["Chosen", "Sampler", "SamplingState"]
 

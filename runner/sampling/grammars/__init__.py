@@ -1,0 +1,1 @@
+"""Texts held to a grammar."""
