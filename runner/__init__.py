@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runner import needle as needle
     from runner.async_llm import AsyncLLM
+    from runner.engine.outputs import CompletionOutput, RequestOutput
     from runner.errors import (
         EngineDead,
         ForwardFailed,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         UnknownRequest,
     )
     from runner.llm import LLM
-    from runner.outputs import CompletionOutput, RequestOutput
     from runner.sampling.grammars.structured_outputs import StructuredOutputs
     from runner.sampling.params import RequestOutputKind, SamplingParams
 
@@ -45,14 +45,14 @@ __all__ = [
 
 _HOMES = {
     "AsyncLLM": "runner.async_llm",
-    "CompletionOutput": "runner.outputs",
+    "CompletionOutput": "runner.engine.outputs",
     "EngineDead": "runner.errors",
     "ForwardFailed": "runner.errors",
     "LLM": "runner.llm",
     "ModelLoadError": "runner.errors",
     "NonFiniteLogits": "runner.errors",
     "Overloaded": "runner.errors",
-    "RequestOutput": "runner.outputs",
+    "RequestOutput": "runner.engine.outputs",
     "RequestOutputKind": "runner.sampling.params",
     "RunnerError": "runner.errors",
     "SamplingParams": "runner.sampling.params",

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request, Violation
 from kvtier.machine.integers import shown
-from runner.answers import Answers
+from runner.engine.answers import Answers
+from runner.engine.inputs import Given, Prompt
+from runner.engine.outputs import RequestOutput
+from runner.engine.service import Service
+from runner.engine.streams import Courier, LoopMail, Mail
 from runner.errors import EngineDead, Overloaded
-from runner.inputs import Given, Prompt
-from runner.outputs import RequestOutput
 from runner.sampling.grammars.matching import Grammar
 from runner.sampling.params import RequestOutputKind, SamplingParams
 from runner.sampling.state import SamplingState
-from runner.service import Service
-from runner.streams import Courier, LoopMail, Mail
 from runner.timing import Timing, refusals
 from runner.turns import Turn
 

@@ -10,14 +10,14 @@ from tqdm import tqdm
 
 from kvtier import CacheClosed, InvalidRequest, Violation
 from kvtier.machine.integers import shown
-from runner.answers import Answers
+from runner.engine.answers import Answers
+from runner.engine.inputs import Prompt, as_list
+from runner.engine.outputs import RequestOutput
+from runner.engine.service import Service
+from runner.engine.streams import ThreadMail
 from runner.errors import EngineDead, ForwardFailed
-from runner.inputs import Prompt, as_list
-from runner.outputs import RequestOutput
 from runner.sampling.grammars.matching import Grammar
 from runner.sampling.params import SamplingParams
-from runner.service import Service
-from runner.streams import ThreadMail
 
 BAR_S = 0.02
 """Seconds after which the bar moves even if no answer has."""
@@ -55,7 +55,7 @@ class LLM(Service):
 
     Options of vLLM are taken with the value that is true here (``tensor_parallel_size=1``,
     ``enable_prefix_caching=True``, ``trust_remote_code=False``). With other values the error names a substitute
-    (``runner.options``). All facts in the config are checked before weights are read.
+    (``runner.engine.options``). All facts in the config are checked before weights are read.
 
     Calls from several threads are served together. After any error, or an interrupt, the next call finds a working
     engine. Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvtier import InvalidRequest, RequestTooLarge
-from runner.answers import Answer, Answers
+from runner.engine.answers import Answer, Answers
 from runner.errors import EngineDead, Overloaded
 from runner.sampling.params import SamplingParams
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from kvtier import Event, Explanation, Journal, explain
 from kvtier.machine.journal import Admitted, Copied, Ended, PushedOut
 from kvtier.observe.explanation import Hit
+from runner.engine.explanations import Explanations
 from runner.errors import MissingPackage
-from runner.explanations import Explanations
 
 POLL_S = 0.2
 CLOSE_S = 5.0

@@ -23,7 +23,7 @@ from benchmarks.models import MODELS
 from kvtier import AttentionUnavailable, FinishedRequest, Request
 from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.geometry.spec import CacheSpec, Kind
-from runner.engine import StepOutput
+from runner.engine.loop import StepOutput
 from runner.llm import LLM
 from runner.model.attention import NAME
 from runner.model.graphs import Capture, Captured, CudaCapture, DecodeGraphs

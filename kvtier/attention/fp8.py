@@ -4,7 +4,7 @@ Owns       the arithmetic: the way of values into a float8 pool, and the way of 
 Promises   a kernel that reads the raw float8 values needs to know nothing of scales. Let K = k_scale * k8 and V =
            v_scale * v8. Then attention of q to K and V is v_scale times attention of q * k_scale to k8 and v8. This
            holds head by head, soft cap and sinks included (they see the same scores).
-Does not   choose scales (kvtier/geometry/kv_scales.py, runner/calibrate.py) or know layers.
+Does not   choose scales (kvtier/geometry/kv_scales.py, runner/engine/calibrate.py) or know layers.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
-    from runner.calibrate import calibrate_on_text
+    from runner.engine.calibrate import calibrate_on_text
     from runner.model.hybrid import HybridModel
     from runner.model.kv_scales import save_scales
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from fastapi import Request, Response
 from pydantic_core import to_json
 
-from runner.outputs import CompletionOutput, RequestOutput
+from runner.engine.outputs import CompletionOutput, RequestOutput
 from runner.sampling.params import SamplingParams
 from runner.server import logs
 from runner.server.admission import Ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runner.outputs import CompletionOutput, RequestOutput
+from runner.engine.outputs import CompletionOutput, RequestOutput
 from runner.sampling.params import SamplingParams
 from runner.server.answers import Generation, logprob
 from runner.server.auth import Caller

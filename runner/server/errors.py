@@ -18,8 +18,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvtier.machine.errors import CacheClosed, InvalidRequest, KVTierError, RequestTooLarge
+from runner.engine.outputs import CompletionOutput
 from runner.errors import EngineDead, ForwardFailed, Overloaded, UnknownRequest
-from runner.outputs import CompletionOutput
 
 log = logging.getLogger("kvtier.server")
 

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from runner.outputs import RequestOutput
+from runner.engine.outputs import RequestOutput
 from runner.sampling.params import SamplingParams
 from runner.server.admission import Ticket
 from runner.server.errors import as_api_error, failed_answer

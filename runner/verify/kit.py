@@ -14,11 +14,11 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.geometry.spec import DTYPE_BYTES
 from kvtier.testing import FaultyLink, SimulatedEngine
 from runner import needle
+from runner.engine.options import check_host_link
 from runner.model.graphs import captured, why_eager
 from runner.model.hybrid import HybridModel
 from runner.model.kv_scales import check_kv_options
 from runner.model.tolerance import TOLERANCE
-from runner.options import check_host_link
 from runner.verify import plan as planning
 from runner.verify.cold import Cold, Recording
 from runner.verify.compare import Comparing

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvtier import CacheSpec, ConfigError
 from kvtier.attention import reference
-from runner.calibrate import calibrate
+from runner.engine.calibrate import calibrate
 from runner.model.hybrid import HybridModel
 
 from . import fp8, zoo

@@ -29,7 +29,7 @@ SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"hea
 def stores_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test here is about stores that are slow."""
     be_patient_with_backends(monkeypatch)
-    monkeypatch.setattr("runner.service.STORE_S", PATIENCE_S)
+    monkeypatch.setattr("runner.engine.service.STORE_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from patience import FOREVER_S, PATIENCE_S, wait_until
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from kvtier.machine.wakeup import Wakeup
-from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams, service
+from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams
 from runner.async_llm import LONG
+from runner.engine import service
 from runner.metrics import Metrics
 from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
@@ -368,7 +369,7 @@ def test_who_comes_while_only_copies_are_under_way_is_not_kept_waiting(
     model: HybridModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's thread sleeps until a copy ends; it slept on beside a new request."""
-    monkeypatch.setattr("runner.engine.IDLE_WAIT_S", FOREVER_S)
+    monkeypatch.setattr("runner.engine.loop.IDLE_WAIT_S", FOREVER_S)
 
     async def main() -> None:
         async with AsyncLLM(model, "cpu", "1MiB", "1MiB", copy_engine=Held, deadline_s=FOREVER_S) as llm:

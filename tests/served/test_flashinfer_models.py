@@ -23,8 +23,9 @@ from kvtier import CacheSpec, ConfigError, FullAttention, GroupSpec, MemoryUnava
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer, Held, workspace_bytes_for
 from kvtier.machine.errors import AttentionUnavailable
-from runner import LLM, SamplingParams, memory, verify
-from runner import service as service_module
+from runner import LLM, SamplingParams, verify
+from runner.engine import memory
+from runner.engine import service as service_module
 from runner.model import graphs
 from runner.model.attention import scales_of
 from runner.model.graphs import DecodeGraphs
@@ -324,7 +325,7 @@ def test_memory_that_workspaces_use_up_is_refused(
     sizes: Any, message: str, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = flash_model(tmp_path)
-    monkeypatch.setattr("runner.service.KVCache", lambda *_, **__: pytest.fail("a cache was built"))
+    monkeypatch.setattr("runner.engine.service.KVCache", lambda *_, **__: pytest.fail("a cache was built"))
     with pytest.raises(MemoryUnavailable, match=message):
         LLM(model, "cpu", *sizes)
     with pytest.raises(ConfigError, match="device_memory must be bytes"):

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from kvtier import ConfigError
 from runner import LLM, SamplingParams, verify
-from runner.calibrate import calibrate, calibrate_on_text
 from runner.cli import main
+from runner.engine.calibrate import calibrate, calibrate_on_text
 from runner.errors import ModelLoadError
 from runner.model.hybrid import HybridModel
 from runner.model.kv_scales import read_scales, save_scales

@@ -34,7 +34,7 @@ from kvtier.attention.flashinfer import FlashInfer
 from kvtier.cpu_offload.engines.cuda import link as cuda_link
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
-from runner.engine import Engine
+from runner.engine.loop import Engine
 from runner.model.hybrid import HybridModel
 
 from .cpu_graph import CpuGraphs

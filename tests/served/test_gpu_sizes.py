@@ -17,7 +17,7 @@ from benchmarks.gpu.clock import HostClock
 from benchmarks.gpu.rig import TOKENS
 from benchmarks.gpu.serving import Stage, first_token, forget, random_tokens
 from kvtier import CacheSpec, KVCache, Scheduler
-from runner.engine import Engine
+from runner.engine.loop import Engine
 
 VOCABULARY = 1000
 

@@ -21,7 +21,7 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.machine.errors import AttentionUnavailable
 from kvtier.testing import Faults, SimulatedDevice
-from runner.engine import Engine
+from runner.engine.loop import Engine
 from runner.model import graphs as module
 from runner.model.graphs import DecodeGraphs, bucket_for, bucket_sizes, is_decode, most_pages
 from runner.model.hybrid import HybridModel

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from runner import LLM, EngineDead, SamplingParams
-from runner.answers import Answer, Answers
+from runner.engine.answers import Answer, Answers
+from runner.engine.streams import ThreadMail
 from runner.needle import weights_path
-from runner.streams import ThreadMail
 
 from .interrupts import PARAMS, PROMPTS, interrupt
 

@@ -19,12 +19,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams, memory, options
+from runner import LLM, ModelLoadError, NonFiniteLogits, RequestOutput, SamplingParams
+from runner.engine import memory, options
+from runner.engine.stops import StopStrings
+from runner.engine.text import TextStream
 from runner.model import checkpoint
 from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
-from runner.stops import StopStrings
-from runner.text import TextStream
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SMALL = {"full": 200, "sliding": 120, "chunked": 160}

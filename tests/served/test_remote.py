@@ -101,7 +101,7 @@ def no_weights(monkeypatch):
     def load(*_args, **_options):
         raise WeightsAsked("weights are asked for")
 
-    monkeypatch.setattr("runner.service.HybridModel.load", load)
+    monkeypatch.setattr("runner.engine.service.HybridModel.load", load)
     monkeypatch.delenv("KVTIER_KEY_SECRET", raising=False)
 
 

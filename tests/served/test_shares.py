@@ -10,9 +10,10 @@ import pytest
 from breadth import sample
 from patience import wait_until
 
-from runner import AsyncLLM, RequestOutputKind, SamplingParams, shares
+from runner import AsyncLLM, RequestOutputKind, SamplingParams
+from runner.engine import shares
+from runner.engine.shares import LONGEST_DEBT_S, LOOK_EVERY, STRETCH, Shares
 from runner.needle import make_prompt, weights_path
-from runner.shares import LONGEST_DEBT_S, LOOK_EVERY, STRETCH, Shares
 
 
 class Played:

@@ -7,8 +7,8 @@ import pytest
 
 from kvtier import InvalidRequest
 from runner import SamplingParams
+from runner.engine.stops import START, StopStrings
 from runner.sampling.params import MOST_STOP_LETTERS
-from runner.stops import START, StopStrings
 
 
 def first_end(text: str, strings: list[str]) -> tuple[int, str] | None:

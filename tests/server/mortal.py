@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from runner import cli
-from runner.engine import Engine
+from runner.engine.loop import Engine
 
 
 def dies(*_: Any) -> None:

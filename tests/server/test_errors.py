@@ -13,8 +13,8 @@ from patience import PATIENCE_S, wait_until
 
 from kvtier import RequestTooLarge
 from runner import AsyncLLM, needle
+from runner.engine.outputs import CompletionOutput
 from runner.errors import NonFiniteLogits
-from runner.outputs import CompletionOutput
 from runner.server import streaming
 from runner.server.errors import as_api_error, failed_answer
 from server.running import Running, serving

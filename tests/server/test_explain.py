@@ -15,7 +15,7 @@ from kvtier.machine.journal import Admitted, Arrived, Ended, Runs, Waits
 from kvtier.remote.pace import Pace
 from runner import AsyncLLM, UnknownRequest, needle
 from runner.cli import main
-from runner.explanations import MOST_NAMES, MOST_PARTS, Explanations
+from runner.engine.explanations import MOST_NAMES, MOST_PARTS, Explanations
 from server.running import Running, serving
 
 

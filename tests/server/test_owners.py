@@ -13,7 +13,7 @@ import pytest
 
 from kvtier import Journal
 from runner import AsyncLLM, UnknownRequest, needle
-from runner.explanations import Explanations
+from runner.engine.explanations import Explanations
 from server.running import Running, serving
 from server.test_explain import events
 from server.test_watch import watching

@@ -18,7 +18,7 @@ from kvtier import FullAttention, Journal
 from kvtier.machine.journal import Admitted, Arrived, Copied, Ended, Prefilled, PushedOut, Runs, SentBack, Waits
 from runner import AsyncLLM
 from runner.cli import main
-from runner.explanations import Explanations
+from runner.engine.explanations import Explanations
 from runner.tracing import Tracing, sdk
 from server.running import serving
 

@@ -15,8 +15,8 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from kvtier import InvalidRequest, RequestTooLarge
+from runner.engine.outputs import RequestOutput
 from runner.errors import EngineDead, Overloaded
-from runner.outputs import RequestOutput
 from runner.server.admission import Ticket
 
 KEPT = 50

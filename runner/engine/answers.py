@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from kvtier import KVTierError, Request
 from kvtier.coordinator.request import FinishReason
-from runner.engine_thread import EngineThread
-from runner.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
+from runner.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenChoices
+from runner.engine.stops import StopStrings
+from runner.engine.streams import Mail, TokenStream
+from runner.engine.text import TextStream
+from runner.engine.thread import EngineThread
+from runner.engine.words import Words
 from runner.sampling.logprobs import TokenLogprobs
 from runner.sampling.state import SamplingState
-from runner.stops import StopStrings
-from runner.streams import Mail, TokenStream
-from runner.text import TextStream
-from runner.words import Words
 
 TURN_ENTRIES = 512
 """Of tokens, and of the likeliest ones beside them, that are read in one turn: some 3 ms. What is left waits for the

@@ -24,13 +24,17 @@ from kvtier.coordinator.running import check_limits
 from kvtier.machine.integers import shown
 from kvtier.observe.kv_events.config import KVEventsConfig
 from kvtier.observe.kv_events.publisher import KVEventPublisher
-from runner import memory, options
-from runner.answers import Answer, Answers
-from runner.engine import Engine
-from runner.engine_thread import EngineThread
-from runner.explanations import Explanations, RequestExplanation
-from runner.inputs import Given, Inputs
-from runner.memory import Memory
+from runner.engine import memory, options
+from runner.engine.answers import Answer, Answers
+from runner.engine.explanations import Explanations, RequestExplanation
+from runner.engine.inputs import Given, Inputs
+from runner.engine.loop import Engine
+from runner.engine.memory import Memory
+from runner.engine.shares import Shares
+from runner.engine.stops import StopStrings
+from runner.engine.streams import Mail
+from runner.engine.thread import EngineThread
+from runner.engine.words import Words
 from runner.model import checkpoint, graphs
 from runner.model import identity as model_identity
 from runner.model.device import model_device
@@ -42,10 +46,6 @@ from runner.sampling.grammars.matching import Grammar, Meter
 from runner.sampling.grammars.structured import LIMIT_S, GrammarCompiler
 from runner.sampling.params import SamplingParams
 from runner.sampling.state import SamplingState
-from runner.shares import Shares
-from runner.stops import StopStrings
-from runner.streams import Mail
-from runner.words import Words
 
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""

@@ -20,8 +20,8 @@ from kvtier.cache.settings import Options
 from kvtier.cpu_offload.engines.cuda.link import check_software
 from kvtier.geometry.sizing import parse_bytes
 from kvtier.machine.integers import shown
-from runner import memory
-from runner.memory import Memory
+from runner.engine import memory
+from runner.engine.memory import Memory
 from runner.model.device import model_device
 
 CACHE_OPTIONS = [

@@ -19,13 +19,13 @@ from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Schedule
 from kvtier.machine.integers import shown
 from kvtier.observe.kv_events.publisher import KVEventPublisher
 from kvtier.remote.pace import Pace
+from runner.engine.shares import Shares
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.model.graphs import DecodeGraphs
 from runner.model.hybrid import HybridModel
 from runner.sampling.draw import Chosen, Sampler, SamplingState
 from runner.sampling.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.sampling.params import SamplingParams
-from runner.shares import Shares
 
 IDLE_WAIT_S = 1.0
 """The longest sleep of a step without tokens before it looks again; an ended copy wakes it at once."""

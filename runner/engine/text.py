@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from runner.stops import START, StopStrings
+from runner.engine.stops import START, StopStrings
 
 
 class TextStream:

@@ -26,10 +26,10 @@ import torch
 from kvtier import CacheClosed, FinishedRequest, KVTierError, Request
 from kvtier.machine.forks import of_another_process, watch
 from kvtier.machine.wakeup import Wakeup
-from runner.engine import Engine
+from runner.engine.loop import Engine
+from runner.engine.streams import Courier, End, TokenStream
 from runner.errors import EngineDead
 from runner.sampling.state import SamplingState
-from runner.streams import Courier, End, TokenStream
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtier import ConfigError, KVCache, Request, Scheduler
-from runner.engine import Engine
+from runner.engine.loop import Engine
 from runner.model.hybrid import HybridModel
 from runner.model.kv_scales import LayerScales
 from runner.sampling.params import SamplingParams
@@ -61,7 +61,7 @@ def calibrate_on_text(model: HybridModel, file: Path, tokens: int) -> tuple[Laye
     Raises ``ConfigError`` for a file without text and for a model without a tokenizer.
     """
     if model.tokenizer is None:
-        raise ConfigError(f"{model.name} has no tokenizer; give token ids to runner.calibrate.calibrate")
+        raise ConfigError(f"{model.name} has no tokenizer; give token ids to runner.engine.calibrate.calibrate")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:

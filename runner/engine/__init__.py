@@ -1,0 +1,1 @@
+"""The engine: schedule, forward, sample, commit; requests in, answers out."""
