@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner import needle as needle
-    from runner.async_llm import AsyncLLM
+    from runner.api.async_llm import AsyncLLM
+    from runner.api.llm import LLM
     from runner.engine.outputs import CompletionOutput, RequestOutput
     from runner.errors import (
         EngineDead,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         RunnerError,
         UnknownRequest,
     )
-    from runner.llm import LLM
     from runner.sampling.grammars.structured_outputs import StructuredOutputs
     from runner.sampling.params import RequestOutputKind, SamplingParams
 
@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncLLM": "runner.async_llm",
+    "AsyncLLM": "runner.api.async_llm",
     "CompletionOutput": "runner.engine.outputs",
     "EngineDead": "runner.errors",
     "ForwardFailed": "runner.errors",
-    "LLM": "runner.llm",
+    "LLM": "runner.api.llm",
     "ModelLoadError": "runner.errors",
     "NonFiniteLogits": "runner.errors",
     "Overloaded": "runner.errors",

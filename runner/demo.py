@@ -18,9 +18,9 @@ from kvtier import CacheSpec, ConfigError
 from kvtier.coordinator.running import check_limits
 from kvtier.geometry.spec import Kind
 from runner import needle
+from runner.api.llm import LLM
 from runner.engine.memory import Memory
 from runner.engine.outputs import RequestOutput
-from runner.llm import LLM
 from runner.model import checkpoint
 from runner.model.hybrid import HybridModel, max_tokens
 from runner.model.prompts import ordinary_tokens

@@ -19,7 +19,7 @@ from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.serving import Served, Stage, random_tokens
 from kvtier import Request
 from kvtier.geometry.spec import CacheSpec
-from runner.llm import LLM
+from runner.api.llm import LLM
 from runner.sampling.params import SamplingParams
 
 MODEL = "gpt-oss-20b"

@@ -18,7 +18,7 @@ from benchmarks.gpu.serving import Served, Stage, step
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
-from runner.llm import LLM
+from runner.api.llm import LLM
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 MODES = {"loads": (LOAD,), "stores": (STORE,), "loads and stores": (LOAD, STORE)}

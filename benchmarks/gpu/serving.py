@@ -23,8 +23,8 @@ from benchmarks.models import MODELS
 from kvtier import AttentionUnavailable, FinishedRequest, Request
 from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.geometry.spec import CacheSpec, Kind
+from runner.api.llm import LLM
 from runner.engine.loop import StepOutput
-from runner.llm import LLM
 from runner.model.attention import NAME
 from runner.model.graphs import Capture, Captured, CudaCapture, DecodeGraphs
 from runner.model.hybrid import HybridModel

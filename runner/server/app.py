@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
-from runner.async_llm import AsyncLLM
+from runner.api.async_llm import AsyncLLM
 from runner.metrics import Metrics
 from runner.server import answer_forms
 from runner.server.admission import CutOff

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvtier import ConfigError, InvalidRequest
-from runner.async_llm import AsyncLLM
+from runner.api.async_llm import AsyncLLM
+from runner.api.turns import OnTheSide
 from runner.metrics import Metrics
 from runner.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
@@ -28,7 +29,6 @@ from runner.server.page.finished import Finished
 from runner.server.protocol import Conversation, Message, SamplingBody
 from runner.server.settings import Settings
 from runner.tracing import Tracing, otlp
-from runner.turns import OnTheSide
 
 READERS = 2
 """Threads for short requests, and as many for long ones."""

@@ -18,7 +18,7 @@ from patience import FOREVER_S, PATIENCE_S, wait_until
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, RequestTooLarge
 from kvtier.machine.wakeup import Wakeup
 from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams
-from runner.async_llm import LONG
+from runner.api.async_llm import LONG
 from runner.engine import service
 from runner.metrics import Metrics
 from runner.model.hybrid import HybridModel

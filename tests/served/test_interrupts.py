@@ -104,7 +104,7 @@ def test_calls_of_several_threads_are_served_together(served: LLM) -> None:
 def test_times_count_from_the_call(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """They counted from when the engine's turn came: calls of four threads all looked as short as the last."""
     earlier = SimpleNamespace(perf_counter=lambda: time.perf_counter() - 1000.0)
-    monkeypatch.setattr("runner.llm.time", earlier)  # the clock of the call
+    monkeypatch.setattr("runner.api.llm.time", earlier)  # the clock of the call
     outputs = served.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert all(output.latency_s >= output.ttft_s > 1000.0 for output in outputs)
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner import turns
+from runner.api import turns
+from runner.api.turns import LONGEST_S, RESTS, SHORT_S, OnTheSide, Turn
 from runner.engine import answers as answers_module
 from runner.engine.answers import Answer, Answers
 from runner.engine.words import Words
 from runner.sampling.logprobs import TokenLogprobs
 from runner.sampling.params import SamplingParams
-from runner.turns import LONGEST_S, RESTS, SHORT_S, OnTheSide, Turn
 
 
 def test_who_takes_long_rests_afterwards() -> None:

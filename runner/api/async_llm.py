@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request, Violation
 from kvtier.machine.integers import shown
+from runner.api.turns import Turn
 from runner.engine.answers import Answers
 from runner.engine.inputs import Given, Prompt
 from runner.engine.outputs import RequestOutput
@@ -23,7 +24,6 @@ from runner.sampling.grammars.matching import Grammar
 from runner.sampling.params import RequestOutputKind, SamplingParams
 from runner.sampling.state import SamplingState
 from runner.timing import Timing, refusals
-from runner.turns import Turn
 
 if TYPE_CHECKING:
     from runner.metrics import Metrics

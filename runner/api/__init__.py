@@ -1,0 +1,1 @@
+"""``LLM`` and ``AsyncLLM``, as vLLM users know them."""
