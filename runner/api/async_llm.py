@@ -20,13 +20,13 @@ from runner.engine.outputs import RequestOutput
 from runner.engine.service import Service
 from runner.engine.streams import Courier, LoopMail, Mail
 from runner.errors import EngineDead, Overloaded
+from runner.metrics.timing import Timing, refusals
 from runner.sampling.grammars.matching import Grammar
 from runner.sampling.params import RequestOutputKind, SamplingParams
 from runner.sampling.state import SamplingState
-from runner.timing import Timing, refusals
 
 if TYPE_CHECKING:
-    from runner.metrics import Metrics
+    from runner.metrics.metrics import Metrics
 
 
 READERS = 2

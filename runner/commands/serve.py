@@ -194,7 +194,7 @@ def _check_packages(args: argparse.Namespace) -> None:
 
         raise MissingPackage(f"kvtier serve needs {problem.name}; pip install 'kvtier[serve]'") from problem
     if hasattr(args, "otlp_traces_endpoint"):
-        from runner.tracing import check_installed
+        from runner.metrics.tracing import check_installed
 
         check_installed()
 

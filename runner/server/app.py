@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from runner.api.async_llm import AsyncLLM
-from runner.metrics import Metrics
+from runner.metrics.metrics import Metrics
 from runner.server import answer_forms
 from runner.server.admission import CutOff
 from runner.server.answers import Generation

@@ -20,7 +20,8 @@ import numpy as np
 from kvtier import ConfigError, InvalidRequest
 from runner.api.async_llm import AsyncLLM
 from runner.api.turns import OnTheSide
-from runner.metrics import Metrics
+from runner.metrics.metrics import Metrics
+from runner.metrics.tracing import Tracing, otlp
 from runner.sampling.params import RequestOutputKind, SamplingParams, StructuredOutputs
 from runner.server.admission import Admission
 from runner.server.auth import Keys
@@ -28,7 +29,6 @@ from runner.server.errors import TOO_LONG, ApiError
 from runner.server.page.finished import Finished
 from runner.server.protocol import Conversation, Message, SamplingBody
 from runner.server.settings import Settings
-from runner.tracing import Tracing, otlp
 
 READERS = 2
 """Threads for short requests, and as many for long ones."""

@@ -20,7 +20,7 @@ from kvtier.machine.wakeup import Wakeup
 from runner import AsyncLLM, EngineDead, Overloaded, RequestOutput, RequestOutputKind, SamplingParams
 from runner.api.async_llm import LONG
 from runner.engine import service
-from runner.metrics import Metrics
+from runner.metrics.metrics import Metrics
 from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
 

@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.remote.counts import RemoteCounts
-from runner.cache_metrics import add_remote
-from runner.metric_families import Families
-from runner.metrics import Metrics
+from runner.metrics.cache import add_remote
+from runner.metrics.families import Families
+from runner.metrics.metrics import Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(8), 4)}

@@ -19,7 +19,7 @@ from kvtier.machine.journal import Admitted, Arrived, Copied, Ended, Prefilled, 
 from runner import AsyncLLM
 from runner.cli import main
 from runner.engine.explanations import Explanations
-from runner.tracing import Tracing, sdk
+from runner.metrics.tracing import Tracing, sdk
 from server.running import serving
 
 pytest.importorskip("opentelemetry.sdk", reason="kvtier[otel] is not installed; `make test` installs it")
@@ -154,7 +154,7 @@ def test_a_collector_that_hangs_or_answers_without_end_is_left_behind(monkeypatc
     """The end of the server is bounded: it does not wait for what hangs, which goes on hanging."""
     import socket
 
-    from runner import tracing as module
+    from runner.metrics import tracing as module
 
     monkeypatch.setattr(module, "CLOSE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -173,7 +173,7 @@ def test_a_collector_that_hangs_or_answers_without_end_is_left_behind(monkeypatc
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch) -> None:
-    from runner import tracing as module
+    from runner.metrics import tracing as module
 
     class Endless:
         asked: ClassVar[list[int]] = []

@@ -16,7 +16,7 @@ from runner.errors import EngineDead, Overloaded
 from runner.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from runner.metrics import Metrics, Refusal
+    from runner.metrics.metrics import Metrics, Refusal
 
 _WHY: dict[type[Exception], Refusal] = {
     RequestTooLarge: "too_large",

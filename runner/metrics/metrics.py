@@ -19,8 +19,8 @@ from prometheus_client.registry import Collector
 
 from kvtier import CacheStats
 from kvtier.coordinator.request import FinishReason
-from runner.cache_metrics import add_cache
-from runner.metric_families import Distribution, Families
+from runner.metrics.cache import add_cache
+from runner.metrics.families import Distribution, Families
 
 Refusal = Literal["invalid", "too_large", "overloaded", "engine_dead"]
 

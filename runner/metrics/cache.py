@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from kvtier import CacheStats
 from kvtier.machine.stats import LatencyStats, RemoteStats
-from runner.metric_families import Distribution, Families, Labels
+from runner.metrics.families import Distribution, Families, Labels
 
 PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
 DEFERRED = ("transfer", "twin")

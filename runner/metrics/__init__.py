@@ -1,0 +1,1 @@
+"""What a served model counts: Prometheus, timings, spans."""
