@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runner.demo import Report
-from runner.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table
 
 ANSWER_WIDTH = 16
 

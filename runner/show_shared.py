@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from runner.demo_shared import Report
-from runner.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table
 
 
 def show(report: Report, console: Console) -> None:

@@ -31,7 +31,7 @@ from runner.bench.forms import IdsDialogue
 from runner.bench.names import History, Shape, WorkloadName
 from runner.bench.tokens import Alphabet
 from runner.bench.workloads import make
-from runner.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table
 
 TOKENS, GAP_S = 200, 0.02
 BODY = {"model": "m", "prompt": list(range(100)), "max_tokens": TOKENS, "stream": True}

@@ -12,7 +12,7 @@ from runner.bench.figures import samples_ms
 from runner.bench.run import Finished
 from runner.bench.show import words
 from runner.bench.told import printable
-from runner.pictures import pyplot
+from runner.display.pictures import pyplot
 
 _BLUE, _RED, _GREY = "#4477aa", "#ee6677", "#888888"
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from runner.bench.figures import BUSY, LATE_MS, Schedule
 from runner.bench.told import printable
-from runner.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table
 
 _MORE_THAN_SHARED = 0.02
 _WIDEST = 40

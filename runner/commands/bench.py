@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     options = _options(args, percentiles)
     metadata, picture = dict(_pairs("--metadata", args.metadata)), None
     if args.plot is not None:
-        from runner.pictures import check_target, pyplot
+        from runner.display.pictures import check_target, pyplot
 
         picture = check_target(args.plot)
         pyplot()  # if it is missing, say so before anything else

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("Importing torch and transformers"):
         from runner import plan
-        from runner.pictures import check_target, pyplot
+        from runner.display.pictures import check_target, pyplot
         from runner.plan.plot import draw
         from runner.plan.show import show
 

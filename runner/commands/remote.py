@@ -266,7 +266,7 @@ def _bar(args: argparse.Namespace, what: str) -> Iterator[tuple[Callable[[str, i
 def _table(title: str, names: tuple[str, ...], rows: list[tuple[tuple[str, ...], Any]]) -> None:
     from rich.console import Console
 
-    from runner.tables import plain_table, print_table
+    from runner.display.tables import plain_table, print_table
 
     if not rows:
         print("no objects")

@@ -8,7 +8,7 @@ from typing import Any
 from kvtier.geometry import capacity
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError
-from runner.pictures import pyplot
+from runner.display.pictures import pyplot
 from runner.plan.report import Plan, RemotePlan
 
 _COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")

@@ -7,10 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.geometry.spec import DTYPE_BYTES
+from runner.display.tables import plain_table, print_table
 from runner.plan.report import Plan
 from runner.plan.show_remote import break_even, holds_table, remote_notes, remote_table
 from runner.plan.units import count, flop, numerous, seconds, size, tokens_of
-from runner.tables import plain_table, print_table
 
 
 def show(plan: Plan, console: Console) -> None:

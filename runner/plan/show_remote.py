@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from runner.display.tables import plain_table
 from runner.plan.report import Plan, RemotePlan
 from runner.plan.units import count, digits, seconds, size, tokens_of
-from runner.tables import plain_table
 
 
 def remote_table(plan: Plan, remote: RemotePlan) -> Table:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runner.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table
 from runner.verify.report import Status
 from runner.verify_vllm.report import Report, Result
 
