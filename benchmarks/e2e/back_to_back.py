@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from benchmarks import machine
 from kvtier import KVCache
-from runner import demo
+from runner.demo import job as demo
 from runner.model.hybrid import HybridModel
 from runner.needle import weights_path
 

@@ -14,7 +14,8 @@ import time
 from transformers.utils import logging
 
 from benchmarks import machine
-from runner import LLM, SamplingParams, demo
+from runner import LLM, SamplingParams
+from runner.demo import job as demo
 from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
 

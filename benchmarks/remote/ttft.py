@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from benchmarks.output import stdout
 from runner import needle
-from runner.demo_shared import MAX_NEW_TOKENS, Engine
+from runner.demo.shared import MAX_NEW_TOKENS, Engine
 from tests.remote.alone import is_alone
 from tests.remote.mooncake_cluster import HOST, PORT, Cluster
 

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.shared is not None:
         return _shared(args, console)
     with console.status("Importing torch and transformers"):
-        from runner import demo
-        from runner.show import show
+        from runner.demo import job as demo
+        from runner.demo.show import show
 
         quiet_transformers()
     memory = {name: value for name in ("device_memory", "host_memory") if (value := getattr(args, name)) is not None}
@@ -82,8 +82,8 @@ def _shared(args: argparse.Namespace, console: Any) -> int:
     from rich.console import Console
 
     with console.status("Importing torch and transformers") as status:
-        from runner import demo_shared
-        from runner.show_shared import show
+        from runner.demo import shared as demo_shared
+        from runner.demo.show_shared import show
 
         report = demo_shared.run(args.tokens, args.shared or None, status.update)
     if args.json:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runner import LLM, SamplingParams, cli, demo, verify
+from runner import LLM, SamplingParams, cli, verify
+from runner.demo import job as demo
+from runner.demo.questions import ask
 from runner.model.hybrid import HybridModel
-from runner.questions import ask
 
 from .conftest import Transformers
 

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvtier import DeviceUnavailable
-from runner import demo
 from runner.cli import main
+from runner.demo import job as demo
+from runner.demo.questions import ask
+from runner.demo.show import show, verdict
 from runner.model import checkpoint
 from runner.model.hybrid import HybridModel
-from runner.questions import ask
-from runner.show import show, verdict
 
 
 @pytest.mark.parametrize("tokens", sample([8_192, 90_112], [8_192]))

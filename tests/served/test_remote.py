@@ -193,7 +193,7 @@ def test_the_demo_takes_the_next_shorter_length_of_a_prompt(monkeypatch):
         asked.append(tokens)
         raise ConfigError("no engine")
 
-    monkeypatch.setattr("runner.demo_shared.Engine", engine)
+    monkeypatch.setattr("runner.demo.shared.Engine", engine)
     assert main(["demo", "--shared", "--tokens", "20000"]) == 2
     assert asked == [needle.usable_length(20000)] and asked[0] < 20000
     assert main(["demo", "--shared", "--tokens", "3"]) == main(["demo", "--shared", "--tokens", "2000000"]) == 2
@@ -203,7 +203,7 @@ def test_the_demo_takes_the_next_shorter_length_of_a_prompt(monkeypatch):
 @pytest.mark.parametrize("engines", sample(["in this process", "killed"], quick=["in this process"]))
 def test_the_demo_kills_an_engine_and_finds_its_blocks_again(capsys, monkeypatch, engines):
     if engines == "in this process":
-        monkeypatch.setattr("runner.demo_shared.Engine", InProcess)
+        monkeypatch.setattr("runner.demo.shared.Engine", InProcess)
     assert main(["demo", "--shared", "--tokens", "1500", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [one["cached"].get("remote", 0) > 1400 for one in report["answers"]] == [False, True, True, False, True]

@@ -19,12 +19,12 @@ from kvtier.coordinator.running import check_limits
 from kvtier.geometry.spec import Kind
 from runner import needle
 from runner.api.llm import LLM
+from runner.demo.questions import ask
 from runner.engine.memory import Memory
 from runner.engine.outputs import RequestOutput
 from runner.model import checkpoint
 from runner.model.hybrid import HybridModel, max_tokens
 from runner.model.prompts import ordinary_tokens
-from runner.questions import ask
 from runner.sampling.params import SamplingParams
 
 TOKENS = 90_112

@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from kvtier import ConfigError
 from runner import needle
-from runner.demo import bundled_length, check_length
+from runner.demo.job import bundled_length, check_length
 from runner.model.checkpoint import find_folder, read_config
 
 MAX_NEW_TOKENS = 8

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runner.demo import Report
+from runner.demo.job import Report
 from runner.display.tables import plain_table, print_table
 
 ANSWER_WIDTH = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from runner.demo_shared import Report
+from runner.demo.shared import Report
 from runner.display.tables import plain_table, print_table
 
 

@@ -1,0 +1,1 @@
+"""``kvtier demo``: the main job, and what a remote tier is for."""
