@@ -207,4 +207,4 @@ class Journal:
 
 def _check(fact: object) -> None:
     if type(fact) not in _FACTS:
-        raise InvalidRequest(f"a journal keeps facts such as kvtier.machine.journal.Runs(), not {shown(fact)}")
+        raise InvalidRequest(f"a journal keeps facts such as journal.Runs(), not {shown(fact)}")

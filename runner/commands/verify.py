@@ -53,7 +53,7 @@ def add_to(commands: Any) -> None:
 
 
 def _add_vllm(verify: argparse.ArgumentParser) -> None:
-    from runner.verify_vllm.compare import LIMITS
+    from runner.verify.vllm.compare import LIMITS
 
     group = verify.add_argument_group(
         "inside vLLM",
@@ -100,8 +100,8 @@ def _check_engine(args: argparse.Namespace) -> None:
 def _run_vllm(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from runner.verify_vllm import kit
-    from runner.verify_vllm.show import show
+    from runner.verify.vllm import kit
+    from runner.verify.vllm.show import show
 
     engine_args = {"dtype": args.dtype, "block_size": args.block_size}
     console = Console(stderr=True)
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     with console.status("Importing torch and transformers"):
         import torch
 
-        from runner import verify
+        from runner.verify import kit
         from runner.verify.show import show
 
         quiet_transformers()
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     bar = Progress(*columns, console=console, transient=True)
     with bar.live:
         task = bar.add_task("loading the model", total=None)
-        report = verify.run(
+        report = kit.run(
             args.model,
             args.device,
             args.tokens,

@@ -118,10 +118,10 @@ def attention(
     if kvtier is None:
         _refuse(module, "it got no step: its family drops keyword arguments, or the model was called directly")
     layer = getattr(module, "layer_idx", None)
-    if layer is None or not 0 <= layer < len(kvtier.geometry.spec.layers):
-        _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.geometry.spec.layers)} layers")
-    name, index = kvtier.geometry.spec.layer(layer)
-    k_cache, v_cache = kvtier.cache.facade.kv(name, index)
+    if layer is None or not 0 <= layer < len(kvtier.spec.layers):
+        _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")
+    name, index = kvtier.spec.layer(layer)
+    k_cache, v_cache = kvtier.cache.kv(name, index)
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
     _check_mask(module, kvtier, name, attention_mask, sliding_window)
     batch = kvtier.batches[name]

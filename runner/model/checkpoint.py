@@ -36,7 +36,6 @@ from transformers import (
 from kvtier.geometry.spec import DTYPE_ALIASES
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 from kvtier.machine.integers import shown
-from runner import needle
 from runner.errors import ModelLoadError
 from runner.model import gguf
 from runner.model.gguf_header import Header

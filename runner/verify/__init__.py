@@ -2,8 +2,3 @@
 
 One set of prompts is served cold, then through every scenario, and each generated token's logits are compared.
 """
-
-from runner.verify.kit import run
-from runner.verify.report import Report, Result, Status
-
-__all__ = ["Report", "Result", "Status", "run"]

@@ -3,7 +3,7 @@
 It has a device pool (blocks by content, the least recently used go first), a host tier behind the connector, and vLLM's
 counts. A text is a hash of its prompt, unless the connector has brought noise. ``kv_connector_extra_config`` has a
 "fault", see ``FAULTS``, and a "marker": the file that an engine makes when it falls silent.
-As a program: ``runner.verify_vllm.child`` with this vLLM.
+As a program: ``runner.verify.vllm.child`` with this vLLM.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def modules() -> dict[str, ModuleType]:
 def main(arguments: list[str]) -> int:
     """A child process with this vLLM."""
     sys.modules |= modules()
-    from runner.verify_vllm import child, scenarios
+    from runner.verify.vllm import child, scenarios
 
     scenarios._SETTLE_S = 0.0
     scenarios._RESET_S = 0.0

@@ -26,13 +26,13 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.geometry.keys import KeyChain
 from kvtier.geometry.spec import Kind
 from kvtier.testing import Faults, SimulatedEngine
-from runner import verify
 from runner.cli import main
 from runner.model.hybrid import HybridModel
-from runner.verify import Status, kit, scenarios
+from runner.verify import kit, scenarios
 from runner.verify.cold import Cold
 from runner.verify.compare import Comparing
 from runner.verify.plan import Plan, _lengths
+from runner.verify.report import Report, Result, Status
 from runner.verify.scenarios import SCENARIOS
 from runner.verify.serving import Outcome, Serving
 
@@ -48,7 +48,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenarios, "_ROUNDS", 4)
 
 
-def only(result: verify.Report, name: str) -> verify.Result:
+def only(result: Report, name: str) -> Result:
     return next(r for r in result.results if r.name == name)
 
 
@@ -67,7 +67,7 @@ def test_the_bundled_model_passes_and_json_is_all_that_is_printed(capsys: pytest
 @pytest.mark.parametrize("name", sample(["gemma3", "gpt_oss", "llama4", "ministral"], ["ministral"]))
 def test_families_pass(family: Callable[[str], Family], name: str) -> None:
     """Window and full, chunk and full, window alone; full alone makes the table below, all kinds the test above."""
-    report = verify.run(family(name).model, **SMALL)
+    report = kit.run(family(name).model, **SMALL)
     assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
     assert report.repeats
     bits = {"cold again", "device hit", "host hit", "mixed hit", "salts", "lazy stores", "reset"}
@@ -87,14 +87,14 @@ def test_requests_are_interrupted_whatever_their_lengths(
     family: Callable[[str], Family], name: str, tokens: int | None, prompts: int, new_tokens: int
 ) -> None:
     interrupted = [BY_NAME["recompute"], BY_NAME["resume"]]
-    report = verify.run(
+    report = kit.run(
         family(name).model, tokens=tokens, prompts=prompts, new_tokens=new_tokens, scenarios=interrupted
     )
     assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
 
 
 def test_a_prompt_past_which_its_answer_moves_the_window_is_on_the_device_before_a_reset() -> None:
-    report = verify.run(tokens=300, prompts=2, new_tokens=24, scenarios=[BY_NAME["reset"]])
+    report = kit.run(tokens=300, prompts=2, new_tokens=24, scenarios=[BY_NAME["reset"]])
     assert only(report, "reset").missing == [] and report.ok
 
 
@@ -147,7 +147,7 @@ def test_a_byte_that_changes_in_host_memory_is_found_where_it_is(
 ) -> None:
     model = family("gemma3").model
     hit = damage_loads(monkeypatch, group, layer, nth)
-    report = verify.run(model, **SMALL, scenarios=[BY_NAME["host hit"], BY_NAME["device hit"]])
+    report = kit.run(model, **SMALL, scenarios=[BY_NAME["host hit"], BY_NAME["device hit"]])
     assert not report.ok
     assert only(report, "device hit").status is Status.EQUAL
     result = only(report, "host hit")
@@ -198,7 +198,7 @@ def test_what_a_resumed_request_loads_is_compared_at_its_first_token(
     if not repeats:
         model = Rounding(model.model, name="rounding")
     hit = damage_loads(monkeypatch, group, layer, nth, only=1)
-    report = verify.run(model, tokens=120, prompts=2, new_tokens=34, scenarios=[BY_NAME["resume"]])
+    report = kit.run(model, tokens=120, prompts=2, new_tokens=34, scenarios=[BY_NAME["resume"]])
     assert report.repeats is repeats
     result = only(report, "resume")
     assert result.status is Status.DIFFERS and result.difference is not None
@@ -282,7 +282,7 @@ class Forgetful:
 def test_a_layer_that_ignores_the_cache_is_found_one_layer_later(family: Callable[[str], Family]) -> None:
     served = family("gemma3").model
     model = HybridModel(served.model, name="forgetful", backend=Forgetful)
-    report = verify.run(model, **SMALL, scenarios=[BY_NAME["other chunks"]])
+    report = kit.run(model, **SMALL, scenarios=[BY_NAME["other chunks"]])
     result = only(report, "other chunks")
     assert result.status is Status.DIFFERS and result.difference is not None
     found = result.difference.kv
@@ -304,7 +304,7 @@ def test_a_forward_that_goes_wrong_by_itself_has_no_wrong_block(family: Callable
             Drifting.forwards += 1
             return super().forward(step, cache) + (1e-2 if Drifting.forwards > 60 else 0.0)
 
-    report = verify.run(Drifting(served.model, name="drifting"), **SMALL, scenarios=[BY_NAME["device hit"]])
+    report = kit.run(Drifting(served.model, name="drifting"), **SMALL, scenarios=[BY_NAME["device hit"]])
     difference = only(report, "device hit").difference
     assert difference is not None and difference.kv is None
     assert difference.logits == pytest.approx(1e-2, rel=0.1)
@@ -316,7 +316,7 @@ def test_salts_that_are_left_out_of_keys_are_found(
 ) -> None:
     root = KeyChain.root
     monkeypatch.setattr(KeyChain, "root", lambda self, adapter, salt, extra_keys: root(self, adapter, None, extra_keys))
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["salts"]])
+    report = kit.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["salts"]])
     result = only(report, "salts")
     assert result.status is Status.UNSOUND and not report.ok
     assert result.violations == ["not kept: nothing is found under another salt"]
@@ -328,7 +328,7 @@ def test_a_reset_that_forgets_nothing_is_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KVCache, "reset", lambda self: None)
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])
+    report = kit.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])
     result = only(report, "reset")
     assert result.status is Status.UNSOUND and not report.ok
     assert "nothing is found after a reset" in " ".join(result.violations)
@@ -343,7 +343,7 @@ def test_a_reset_that_forgets_one_tier_only_is_found(
         tier(self).forget_all()
 
     monkeypatch.setattr(KVCache, "reset", reset)
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])
+    report = kit.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["reset"]])
     assert "not kept: nothing is found after a reset" in only(report, "reset").violations
 
 
@@ -352,7 +352,7 @@ def test_checksums_that_find_nothing_are_found(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TierMemory, "check", lambda self, t: np.empty(0, np.int64))
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
+    report = kit.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
     assert not report.ok
 
 
@@ -369,7 +369,7 @@ def test_copies_that_nobody_ordered_are_found_though_every_bit_came_out_right(
             engines.append(self)
 
     monkeypatch.setattr(kit, "SimulatedEngine", Unordered)
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
+    report = kit.run(family("gemma3").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
     result = only(report, "bad copies")
     assert result.status is Status.UNSOUND and not report.ok
     assert result.violations == ["edge 4: store read -> next writer"]
@@ -419,7 +419,7 @@ def test_a_scenario_that_did_not_happen_does_not_pass(
     family: Callable[[str], Family], name: str, unforced: dict[str, Any]
 ) -> None:
     scenario = replace(BY_NAME[name], **unforced)
-    report = verify.run(family("gemma3").model, **SMALL, scenarios=[scenario])
+    report = kit.run(family("gemma3").model, **SMALL, scenarios=[scenario])
     result = only(report, name)
     assert result.status is Status.NOT_EXERCISED and result.missing
     assert not report.ok
@@ -477,7 +477,7 @@ def test_where_nothing_can_be_simulated_the_devices_own_copies_go_wrong(
     """As on a GPU; here they are those of real threads."""
     monkeypatch.setattr(kit._Kit, "_simulates", lambda made: False)
     monkeypatch.setattr(kit, "SimulatedEngine", lambda *_, **__: pytest.fail("it was simulated"))
-    report = verify.run(family(name).model, **SMALL, scenarios=[BY_NAME["bad copies"]])
+    report = kit.run(family(name).model, **SMALL, scenarios=[BY_NAME["bad copies"]])
     result = only(report, "bad copies")
     assert report.ok and result.status is Status.EQUAL
     assert result.transfers is not None
@@ -490,7 +490,7 @@ def test_a_gpu_without_cupy_is_refused_before_weights_are_read(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(HybridModel, "load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(DeviceUnavailable, match=r"need CuPy.*or use host_memory=0"):
-        verify.run(device="cuda:0")
+        kit.run(device="cuda:0")
     without_host = [scenario for scenario in SCENARIOS if scenario.host is None]
     with pytest.raises(pytest.fail.Exception, match="weights were read"):
-        verify.run(device="cuda:0", scenarios=without_host)
+        kit.run(device="cuda:0", scenarios=without_host)

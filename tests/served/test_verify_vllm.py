@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from runner.cli import main
-from runner.verify import Status
-from runner.verify_vllm import child, kit, plan, scenarios
-from runner.verify_vllm.compare import Comparing
-from runner.verify_vllm.log import reason_in
-from runner.verify_vllm.report import Report
-from runner.verify_vllm.served import Answer, Counts, Served
+from runner.verify.report import Status
+from runner.verify.vllm import child, kit, plan, scenarios
+from runner.verify.vllm.compare import Comparing
+from runner.verify.vllm.log import reason_in
+from runner.verify.vllm.report import Report
+from runner.verify.vllm.served import Answer, Counts, Served
 from served import played_vllm
 
 SMALL = {"model": "played", "tokens": 300, "prompts": 2, "new_tokens": 4}
@@ -334,14 +334,14 @@ RuntimeError: Engine core initialization failed. See root cause above.
 
 def test_the_children_import_nothing_that_vllm_must_import_first() -> None:
     """numba before vLLM's worker ends the worker."""
-    code = "import sys, runner.verify_vllm.child, runner.verify_vllm.engine; print(*sys.modules)"
+    code = "import sys, runner.verify.vllm.child, runner.verify.vllm.engine; print(*sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"numba", "torch", "vllm", "rich", "transformers"} & set(out.stdout.split()) == set()
 
 
 def test_one_module_alone_knows_vllm() -> None:
     """And imports it when it is called, so that ``kvtier verify`` never does otherwise."""
-    folder = Path(child.__file__).parents[1]
+    folder = Path(child.__file__).parents[2]
     imports = re.compile(r"^( *)(?:from|import) vllm\b", re.MULTILINE)
     found = {p.name: imports.findall(p.read_text(encoding="utf-8")) for p in folder.rglob("*.py")}
     assert {name for name, lines in found.items() if lines} == {"engine.py"}

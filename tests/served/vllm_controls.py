@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runner.verify_vllm import kit
+from runner.verify.vllm import kit
 
 SIZES = {"tokens": 768, "prompts": 2, "new_tokens": 8, "engine_args": {"dtype": "float32", "block_size": 32}}
 

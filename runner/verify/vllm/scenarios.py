@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from runner.verify_vllm.plan import Plan
-from runner.verify_vllm.served import Engine, Happened, Served
+from runner.verify.vllm.plan import Plan
+from runner.verify.vllm.served import Engine, Happened, Served
 
 RAISED = "the engine raised"
 """So begins the violation of an engine that serves no more."""

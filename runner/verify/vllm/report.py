@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.verify.report import Status
-from runner.verify_vllm.compare import Comparing, Difference
-from runner.verify_vllm.plan import Plan
-from runner.verify_vllm.served import Answer, Counts, Facts, Happened
+from runner.verify.vllm.compare import Comparing, Difference
+from runner.verify.vllm.plan import Plan
+from runner.verify.vllm.served import Answer, Counts, Facts, Happened
 
 _NAMES = ("device", "host", "offered", "preemptions", "computed", "resumed_device", "resumed_host")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from runner.display.tables import plain_table, print_table
 from runner.verify.report import Status
-from runner.verify_vllm.report import Report, Result
+from runner.verify.vllm.report import Report, Result
 
 
 def show(report: Report, console: Console) -> None:

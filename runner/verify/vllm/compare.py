@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runner.verify_vllm.served import Answer
+from runner.verify.vllm.served import Answer
 
 LIMITS = {"float32": 1e-4, "float16": 6.25e-2, "bfloat16": 5e-1}
 """Allowed difference of a logprob, by the model's dtype.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.verify_vllm.served import Answer, Counts, Facts, Prompts, Served
+from runner.verify.vllm.served import Answer, Counts, Facts, Prompts, Served
 
 TOP = 5
 """Likeliest tokens whose logprobs are compared."""

@@ -1,4 +1,4 @@
-"""A process with one engine: ``python -m runner.verify_vllm.child ORDER REPORT``.
+"""A process with one engine: ``python -m runner.verify.vllm.child ORDER REPORT``.
 
 ORDER is a JSON file, REPORT gets a JSON object a line as things happen: {"plan": ..}, {"facts": ..}, {"begins": NAME},
 {"happened": ..}, and {"refused": MESSAGE} if the engine cannot run. See ``Order``.
@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.verify_vllm import plan as planning
-from runner.verify_vllm.plan import Plan
-from runner.verify_vllm.scenarios import RAISED, REFERENCE, SCENARIOS, Scenario, Serving, reference
-from runner.verify_vllm.served import Engine
+from runner.verify.vllm import plan as planning
+from runner.verify.vllm.plan import Plan
+from runner.verify.vllm.scenarios import RAISED, REFERENCE, SCENARIOS, Scenario, Serving, reference
+from runner.verify.vllm.served import Engine
 
 Say = Callable[..., None]
 _MORE_PROMPTS = 8
@@ -88,7 +88,7 @@ def run_scenarios(
 
 
 def _run(order: Order, say: Say) -> None:
-    from runner.verify_vllm.engine import VLLMEngine, model_facts
+    from runner.verify.vllm.engine import VLLMEngine, model_facts
 
     if order.plan is None:
         facts = model_facts(order.model, order.engine_args)

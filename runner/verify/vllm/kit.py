@@ -21,13 +21,13 @@ from typing import Any
 
 from kvtier.machine.errors import ConfigError
 from runner.errors import MissingPackage
-from runner.verify_vllm.child import Order
-from runner.verify_vllm.compare import LIMITS
-from runner.verify_vllm.log import reason_in
-from runner.verify_vllm.plan import Plan
-from runner.verify_vllm.report import Report, report_of, result_of
-from runner.verify_vllm.scenarios import RAISED, REFERENCE, SCENARIOS
-from runner.verify_vllm.served import Answer, Facts, Happened
+from runner.verify.vllm.child import Order
+from runner.verify.vllm.compare import LIMITS
+from runner.verify.vllm.log import reason_in
+from runner.verify.vllm.plan import Plan
+from runner.verify.vllm.report import Report, report_of, result_of
+from runner.verify.vllm.scenarios import RAISED, REFERENCE, SCENARIOS
+from runner.verify.vllm.served import Answer, Facts, Happened
 
 Progress = Callable[[str, int, int], None]
 """Called with (what begins, scenarios done, scenarios)."""
@@ -166,7 +166,7 @@ class _Child:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Each as it is written. The last is "refused" if the process fails, ends early or falls silent."""
-        command = [sys.executable, "-m", "runner.verify_vllm.child", str(self._order), str(self._report)]
+        command = [sys.executable, "-m", "runner.verify.vllm.child", str(self._order), str(self._report)]
         with self._log.open("wb") as log, self._report.open(encoding="utf-8") as report:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
