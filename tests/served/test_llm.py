@@ -454,7 +454,7 @@ def test_what_llm_does_not_take_is_named_with_what_to_use_instead(given: dict[st
 
 def test_what_says_how_it_is_here_is_taken(model: HybridModel) -> None:
     LLM(model, "cpu", SMALL, 0, tensor_parallel_size=1, enable_prefix_caching=True, trust_remote_code=False).close()
-    for name in options.ELSEWHERE:
+    for name in options.FOREIGN:
         assert name not in options.CACHE_OPTIONS and name not in inspect.signature(LLM).parameters
 
 
