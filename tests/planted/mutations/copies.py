@@ -9,7 +9,7 @@ MUTATIONS = (
         "stores_are_cut_as_if_each_were_the_first",
         "R9",
         "all but the first of many stores are of one block each",
-        "core/cpu_offload/connector",
+        "core/cpu_offload/stores_in_flight",
         ("StoreQueue.parts", "before + self.most_a_transfer", "self.most_a_transfer"),
     ),
     mutation(
@@ -43,14 +43,14 @@ MUTATIONS = (
         "missed_unpin_of_matched_host_blocks",
         "I2 I12 I27",
         "an admission that finds no clean blocks keeps the host blocks it matched for ever",
-        "core/cpu_offload/connector field/a_accounting",
+        "core/cpu_offload/connector field/a_tiers",
         ("let_go", "self.connector.unpin_host(loads.groups, loads.hosts)", "pass"),
     ),
     mutation(
         "missed_unpin_of_a_hit_that_is_not_admitted",
         "I2 I4 I27",
         "an admission that finds no clean blocks keeps the device blocks it hit for ever",
-        "core/cpu_offload/connector field/a_accounting",
+        "core/cpu_offload/connector field/a_tiers field/a_groups",
         ("let_go", "self.pools.release(*hit)", "pass"),
     ),
     mutation(
@@ -98,7 +98,7 @@ MUTATIONS = (
         "stores_go_on_while_stores_hang",
         "I8 I19",
         "each store behind one that hangs takes a deadline, and its blocks out of circulation",
-        "core/cpu_offload/connector",
+        "core/cpu_offload/stores_in_flight",
         ("is_on", "self._last_overdue > self._last_ended", "False"),
     ),
     mutation(
@@ -113,7 +113,7 @@ MUTATIONS = (
         "refused_store_becomes_overdue",
         "I18",
         "schedule raises what no transfer may do",
-        "core/cpu_offload/connector",
+        "core/cpu_offload/stores_in_flight",
         ("_order_after", "transfer.state is not TransferState.IN_FLIGHT", "transfer.state is TransferState.PLANNED"),
     ),
     mutation(
@@ -215,7 +215,7 @@ MUTATIONS = (
         "wiped_fragments_are_those_of_the_block_before",
         "I20",
         "another block of the engine's own memory is zeros, and the refused one is not",
-        "core/host_tier",
+        "core/host_tier_damage",
         ("FragmentEngine.wipe", "blocks + 1", "blocks"),
     ),
     mutation(

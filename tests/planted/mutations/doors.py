@@ -23,14 +23,14 @@ MUTATIONS = (
         "host_tier_gives_back_what_a_late_load_still_writes",
         "I18",
         "the engine uses device blocks again while an overdue load still writes there",
-        "core/host_tier",
+        "core/host_tier_damage core/host_tier",
         ("HostBooks.poll", "self._connector.ledger.is_known(ticket)", "False"),
     ),
     mutation(
         "host_tier_knows_damage_by_fragment",
         "I20",
         "a damaged block is found again, and another one is taken out instead",
-        "core/host_tier",
+        "core/host_tier_damage",
         ("FragmentEngine._by_block", "np.unique(of[outcome.bad])", "np.unique(of[outcome.bad]) * 0"),
     ),
     mutation(

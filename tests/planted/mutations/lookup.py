@@ -62,7 +62,7 @@ MUTATIONS = (
         "chunk_named_before_it_is_computed",
         "I13",
         "a block is published that the chunk has not filled",
-        "regressions/d_block_multiples core/cache core/coordinator/scheduler",
+        "regressions/d_block_multiples core/cache core/coordinator/budgets core/coordinator/service_order",
         (
             "seal_prefill",
             "self.tables.seal(row, g, computed // bt, end // bt, seq.keys)",

@@ -55,7 +55,7 @@ MUTATIONS = (
         "unfence_without_ticket_check",
         "I17 I18",
         "an old store's end clears a newer store's fence",
-        "core/pools/block_pool core/cpu_offload/connector",
+        "core/pools/block_pool core/cpu_offload/connector core/cpu_offload/stores_in_flight",
         ("unfence", "block.fence != ticket and block.fence != -ticket", "block.fence == 0"),
     ),
     mutation(
@@ -124,7 +124,7 @@ MUTATIONS = (
         "slab_in_use_changes_hands",
         "I1 I17 I22",
         "another group writes over blocks that are held, fenced or quarantined",
-        "core/pools/slabs",
+        "core/pools/slabs core/pools/slab_room",
         (
             "_is_idle",
             "slabs[s, _S_EMPTY] + slabs[s, _S_CACHED] == meta[g, _PER_SLAB]",
@@ -135,7 +135,7 @@ MUTATIONS = (
         "what_fits_ignores_that_slabs_are_shared",
         "I4 I6",
         "every group counts on the whole arena",
-        "core/pools/slabs",
+        "core/pools/slab_room",
         ("fits", "within and total <= num_slabs", "within"),
         hangs=True,
     ),
