@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inside
 
-from integrations.fake_vllm import (
-    FakeEngine,
-)
+from integrations.fake_vllm import FakeEngine
 from kvtier.testing import Faults
 
 TEXT = [n * 7 % 1000 for n in range(45)]

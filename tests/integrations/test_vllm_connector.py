@@ -9,11 +9,8 @@ import inside
 import pytest
 from breadth import sized
 
-from integrations.fake_vllm import (
-    FakeEngine,
-    Request,
-    stems,
-)
+from integrations.fake_vllm import FakeEngine, stems
+from integrations.fake_worker import Request
 from integrations.served_once import OTHER, TEXT, push_out, pushed_out, use
 from kvtier import StepError
 from kvtier.integrations.vllm.follow import Follow

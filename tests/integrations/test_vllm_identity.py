@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from integrations.fake_vllm import SPECS, kv_cache_config, stems, vllm_config
+from integrations.fake_vllm import stems
+from integrations.fake_worker import SPECS, kv_cache_config, vllm_config
 from kvtier import ConfigError
 from kvtier.integrations.vllm.geometry import geometry_of
 from kvtier.integrations.vllm.identity import check_engine, facts_of, model_id, weights_of

@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from integrations.fake_vllm import (
-    ROLES,
-    SPECS,
-    UNIT,
-    FakeEngine,
-    connector_module,
-    kv_cache_config,
-    spec_class,
-    vllm_config,
-)
+from integrations.fake_vllm import FakeEngine
+from integrations.fake_worker import ROLES, SPECS, UNIT, connector_module, kv_cache_config, spec_class, vllm_config
 from integrations.served_once import TEXT, pushed_out
 from integrations.standin import check_call
 from kvtier import ConfigError, MemoryUnavailable, UnsupportedModel

@@ -12,7 +12,8 @@ import pytest
 from breadth import sized
 from remote.fake_backend import FakeBackend, Shared
 
-from integrations.fake_vllm import TICK_S, FakeEngine, connector_module, stems
+from integrations.fake_vllm import FakeEngine, stems
+from integrations.fake_worker import TICK_S, connector_module
 from kvtier import ConfigError
 from kvtier.integrations.vllm.settings import SECRET_VARIABLE, Settings
 from kvtier.integrations.vllm.stats import COUNTERS, GAUGES

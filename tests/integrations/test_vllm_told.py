@@ -7,10 +7,8 @@ from typing import ClassVar
 import inside
 import pytest
 
-from integrations.fake_vllm import (
-    UNIT,
-    FakeEngine,
-)
+from integrations.fake_vllm import FakeEngine
+from integrations.fake_worker import UNIT
 from integrations.served_once import OTHER, TEXT, push_out, pushed_out, use
 from integrations.standin import HAS_VLLM
 from kvtier.pools.block_pool import Mark
