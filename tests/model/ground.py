@@ -274,11 +274,11 @@ class Ground:
         if coordinator.remote is None:
             return False
         until = {move.ticket: move.deadline_s for move in coordinator.remote.moves()}
-        found = [seq for seq in self.scheduler.waiting if "the store" in seq.wait_reason]
+        found = [seq for seq in self.scheduler.waiting if "the remote tier" in seq.wait_reason]
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
             at = seq.seek.until_s if looks else until[seq.seek.ticket]
-            assert begun_s <= at, f"{seq.request.request_id} still waits for the store, {begun_s - at} s after its time"
+            assert begun_s <= at, f"{seq.request.request_id} still waits for the remote tier, {begun_s - at} s after its time"
             assert at - self._now() <= (UNKNOWN_S if looks else self.config.deadline_s) + 1e-6, seq
         return bool(found)
 
