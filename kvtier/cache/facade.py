@@ -278,9 +278,9 @@ class KVCache:
         return self._coordinator.remote is not None
 
     def flush_remote(self) -> None:
-        """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
+        """Spills everything that still waits for eviction (``spill=eviction``). Call it before the process ends.
 
-        Call it from the scheduling thread, and go on with ``schedule`` or ``poll`` until ``has_work`` is False.
+        It is a call of the scheduling thread; go on with ``schedule`` or ``poll`` until ``has_work`` is False.
         """
         if self._coordinator.remote is not None:
             self._coordinator.remote.flush()

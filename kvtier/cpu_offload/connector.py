@@ -122,8 +122,8 @@ class Connector:
     def clear_until(self, enough: Callable[[], bool]) -> bool:
         """``clear_fences`` where pools share slabs, so that any fence may be in the way, until there is ``enough``.
 
-        Whether there is is asked after every ticket; the first one is cleared in any case. Ends with one that is given
-        up, as ``clear_fences`` does.
+        Checks ``enough()`` after each ticket, and clears at least one. Ends with one that is given up, as
+        ``clear_fences`` does.
         """
         changed = False
         for transfer in self._still_fencing():
@@ -133,7 +133,7 @@ class Connector:
         return changed
 
     def order_writers(self, fences: Ids) -> None:
-        """Who writes blocks with these fences next comes after the stores that read them; 0 is none.
+        """Orders the next writers of these blocks after the stores that read them. Fence 0: none.
 
         Waits on engines that cannot order a writer any other way; a store that is overdue is given up.
         """
@@ -141,7 +141,7 @@ class Connector:
             self._clear(transfer)
 
     def spoil(self, fences: Ids) -> None:
-        """Blocks with these fences are written under the stores that read them: these bring nothing; 0 is none."""
+        """Discards the stores that read these blocks: the source is being overwritten. Fence 0: none."""
         for transfer in self._fencing_as(fences):
             self._ends.outdate(transfer)
             self.ledger.outdate(transfer)
@@ -313,7 +313,7 @@ class Connector:
         self._ends.forget_all(self.ledger.given_up())
 
     def disown(self, groups: Ids, keys: Words) -> set[int]:
-        """What these keys name is wrong: it is found in no tier any more, nor what copies, by ticket, bring of it."""
+        """Invalidates these keys in every tier, and in copies under way, whose tickets it returns."""
         outdated = list(self.ledger.bringing(keys))
         for t in outdated:
             self._ends.outdate(t)

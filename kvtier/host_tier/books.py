@@ -57,9 +57,9 @@ class Ended(NamedTuple):
     """Loads, by ticket, that have ended since the last ``poll``."""
 
     loaded: tuple[int, ...]
-    """Their blocks have their content."""
+    """Tickets of loads whose blocks have their content."""
     failed: dict[int, str]
-    """By ticket, the problem: the engine computes these blocks."""
+    """The problem of each failed load, by ticket: the engine computes these blocks."""
     released: tuple[int, ...]
     """No copy writes to their device blocks any more. A late load, which was given up, comes here last."""
 
@@ -75,11 +75,11 @@ class HostTierStats:
     store_latency: LatencyStats
     stores_hang: bool
     remote: RemoteStats | None = None
-    """Of the remote tier; None without one."""
+    """Statistics of the remote tier; None without one."""
 
 
 class HostBooks:
-    """Of the tier in ``plan``. ``engine`` copies whole blocks; a copy is given up after ``deadline_s`` seconds."""
+    """Books of the tier in ``plan``. ``engine`` copies whole blocks; a copy is given up after ``deadline_s``."""
 
     def __init__(self, plan: HostPlan, engine: CopyEngine, deadline_s: float) -> None:
         self.spec = plan.spec
@@ -149,7 +149,7 @@ class HostBooks:
             self._parts.door.estimate_compute(estimate)
 
     def flush_remote(self) -> None:
-        """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
+        """Spills everything that still waits for eviction (``spill=eviction``). Call it before the process ends.
 
         From the thread of ``poll``, with which the engine goes on until ``has_work`` is False; then it may ``close``.
         """

@@ -47,7 +47,7 @@ class HostHit:
     is_sought: bool = False
     """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
     from_remote: int = 0
-    """Its last tokens, which the tier did not have when the text asked the remote."""
+    """The hit's last tokens, which the tier did not have when the text asked the remote."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +73,7 @@ class HostParts:
     matcher: Matcher
     wanted: Wanted = field(default_factory=Wanted)
     loads: dict[int, bool] = field(default_factory=dict)
-    """By ticket: whether its end was reported, and only its release is to come."""
+    """Loads by ticket: whether the end was reported, and only the release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
     door: RemoteDoor | None = None
     is_closed: bool = False
@@ -97,7 +97,7 @@ class HostParts:
         self.connector.order_writers(self._fences(groups, blocks))
 
     def spoil(self, groups: Ids, blocks: Ids) -> None:
-        """What stores read in these device blocks is never found."""
+        """Sees to it that what stores read in these device blocks is never found."""
         self.connector.spoil(self._fences(groups, blocks))
 
     def _fences(self, groups: Ids, blocks: Ids) -> Ids:

@@ -59,9 +59,9 @@ class HostText:
         ``start``.
 
         It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
-        ``ask_remote``: if the hit is short of the text, the remote is asked, once. Until it has answered
-        (for half the time that the tokens take to compute, ``HostTier.estimate_compute``), and until what it has has
-        come into the tier, the hit is empty and ``is_sought``.
+        ``ask_remote``: if the hit is short of the text, the remote is asked, once. While it is asked (for
+        half the time that the tokens take to compute, ``HostTier.estimate_compute``), or its blocks are being fetched,
+        the hit is empty and ``is_sought``.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
@@ -234,7 +234,7 @@ class HostText:
         self._passing |= {b for b in ends if self._key(b) not in parts.wanted}
 
     def disown(self) -> set[int]:
-        """Its K and V are wrong: nothing under its keys is found again, here or in the remote.
+        """Takes back the text, whose K and V are wrong: nothing under its keys is found again, here or in the remote.
 
         Returns the tickets of the copies under way that bring some of it: such a load fails.
         """

@@ -57,7 +57,7 @@ class Objects:
         return found
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Objects:
-        """Those of them, bool [objects]."""
+        """The objects that are wanted, bool [objects]."""
         if wanted.all():
             return self
         blocks = wanted[self.of]
@@ -87,7 +87,7 @@ class KeptGroup(Protocol):
 
     @property
     def attention(self) -> Attention:
-        """What its queries see."""
+        """What the group's queries see."""
 
     @property
     def block_tokens(self) -> int:
@@ -103,7 +103,7 @@ class KeptSpec(Protocol):
 
     @property
     def groups(self) -> Sequence[KeptGroup]:
-        """In the order of the pools."""
+        """The groups in the order of the pools."""
 
     @property
     def hash_tokens(self) -> int:
@@ -136,7 +136,7 @@ class ObjectPlan:
 
     @property
     def signature(self) -> list[str | int]:
-        """What the cut of texts depends on beside their groups."""
+        """All that the cut of texts depends on, beside the groups."""
         return ["tile", self.tile_tokens, *(f"b{g}" for g, _ in self._big)]
 
     def most_with(self, reach: int) -> int:
@@ -146,7 +146,7 @@ class ObjectPlan:
         return reach // self.tile_tokens * self.tile_tokens + self.tile_tokens - self.unit
 
     def end(self, keys: KeyArray, n: int) -> Objects | None:
-        """What a hit at boundary n needs of small blocks beyond its tiles; None if that is nothing."""
+        """The small blocks that a hit at boundary n needs beyond its tiles; None if that is nothing."""
         start = n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
         parts = [(g, start // of.block_tokens, n // of.block_tokens) for g, of in self._tiled]
         parts += [(g, of.attention.first_visible(n) // of.block_tokens, n // of.block_tokens) for g, of in self._local]
@@ -163,11 +163,11 @@ class ObjectPlan:
 
     @property
     def kinds(self) -> list[str]:
-        """Of all objects."""
+        """The kinds of all objects."""
         return ["t", "e", *(f"b{g}" for g, _ in self._big)]
 
     def all_names(self, keys: KeyArray) -> list[Name]:
-        """Of all objects that any hit on this text may need."""
+        """Names of all objects that any hit on this text may need."""
         steps = [("t", self.tile_tokens), ("e", self.unit if self.has_ends else 0)]
         steps += [(f"b{g}", of.block_tokens) for g, of in self._big]
         cut = [(kind, step // self.link) for kind, step in steps if step]
@@ -196,7 +196,7 @@ class ObjectPlan:
             yield end_object
 
     def of_hit(self, keys: KeyArray, n: int) -> Objects:
-        """The same objects, all at once."""
+        """All objects of the hit at once."""
         return Objects.joined(list(self.parts(keys, n)))
 
     def _tiles(self, keys: KeyArray, first: int, end: int) -> Objects:

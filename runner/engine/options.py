@@ -28,7 +28,7 @@ from runner.sampling.foreign import Foreign
 CACHE_OPTIONS = [
     field.name for field in fields(Options) if field.name != "device" and not field.name.endswith(("_bytes", "_blocks"))
 ]
-"""Of ``KVCache``, those that ``LLM`` takes by the same name."""
+"""Options of ``KVCache`` that ``LLM`` takes by the same name."""
 
 _ONE_DEVICE = Foreign("one device serves the model", (1, None))
 _HOST = "use host_memory, which is for K and V alone: weights stay on the device"

@@ -29,10 +29,10 @@ MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 MOST_BIAS = 100.0
 MOST_STOP_LETTERS = 4096
-"""Of all stop strings of a request together."""
+"""Most letters of all stop strings of a request together."""
 
 MOST_BAD_LETTERS = 16384
-"""Of all bad words of a request together: each answer looks for them at each of its tokens."""
+"""Most letters of all bad words of a request together: each answer looks for them at each of its tokens."""
 
 
 class RequestOutputKind(Enum):

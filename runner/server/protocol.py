@@ -70,7 +70,7 @@ NEUTRAL = {
     "return_hidden_states": Foreign("is not supported", (None, False)),
     "verbosity": Foreign("is not supported: say it in the prompt", (None, "medium")),
 }
-"""What is refused, with the reason, unless it has a value that changes nothing."""
+"""Fields that are refused, with the reason, unless they have a value that changes nothing."""
 
 
 class Body(BaseModel):
@@ -130,7 +130,7 @@ Stop = Annotated[
 
 
 def _few(value: Any) -> Any:
-    """Before each of many is looked at."""
+    """Refuses too many biases before each of them is looked at."""
     if isinstance(value, dict) and len(value) > MOST_BIASES:
         raise PydanticCustomError("many", f"must have at most {MOST_BIASES} entries")
     return value
@@ -181,7 +181,7 @@ class Structured(BaseModel):
 
 
 class SamplingBody(Body):
-    """What completions and chats have in common. None is the default: of the model if it has one, else OpenAI's."""
+    """Fields that completions and chats share. None is the default: of the model if it has one, else OpenAI's."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -242,7 +242,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Function(BaseModel):
-    """What a tool is."""
+    """A tool's name and parameters."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -261,7 +261,7 @@ class Tool(BaseModel):
 
 
 class Conversation(Body):
-    """What a chat template takes."""
+    """Messages and options for a chat template."""
 
     neutral: ClassVar[dict[str, Foreign]] = NEUTRAL | {
         "add_special_tokens": Foreign("is not supported: the template writes them", (None, False)),

@@ -34,14 +34,14 @@ class RemoteNews:
 
 
 class Needs:
-    """For each boundary of a local group, the blocks before it that a hit there needs."""
+    """Blocks before each boundary of a local group that a hit there needs."""
 
     def __init__(self, group: GroupSpec) -> None:
         self._group = group
         self._table = np.zeros(0, np.int64)
 
     def of(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """For hits that end with the blocks start .. end - 1 of a text."""
+        """The needs of hits that end with the blocks start .. end - 1 of a text."""
         if end > len(self._table):
             bt, attention = self._group.block_tokens, self._group.attention
             more = range(len(self._table) + 1, 2 * end + 1)
@@ -51,14 +51,14 @@ class Needs:
 
 
 def runs_of(there: Mask, before: int) -> npt.NDArray[np.int64]:
-    """For each block, how many one after the other are there and end with it; ``before`` the first one were."""
+    """How many blocks one after the other are there and end with each; ``before`` the first one were."""
     places = np.arange(len(there))
     last = np.maximum.accumulate(np.where(there, -1, places))
     return np.where(last < 0, places + 1 + before, places - last)
 
 
 class RemoteRule:
-    """For caches whose texts ``plan`` cuts into objects."""
+    """Rule of hits from the remote, for caches whose texts ``plan`` cuts into objects."""
 
     def __init__(self, plan: ObjectPlan, spec: CacheSpec) -> None:
         self._stride = plan.stride // spec.hit_tokens
