@@ -89,7 +89,7 @@ class Several(Sharing, Relayed):
 @pytest.fixture(params=["one", "several"])
 def make(request, monkeypatch):
     """Makes engines that share a remote."""
-    monkeypatch.setattr("core.test_host_tier.SimulatedEngine", Slow)
+    monkeypatch.setattr("core.outside.SimulatedEngine", Slow)
     shared = Shared()
 
     def make(workers=2, hold=False, of=None, **options):

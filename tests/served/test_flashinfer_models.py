@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kvtier import Request
 from kvtier.attention.choice import Choice
 from kvtier.machine.errors import AttentionUnavailable
-from runner import LLM, SamplingParams, verify
+from runner import LLM, SamplingParams
 from runner.model import graphs
 from runner.model.attention import scales_of
 from runner.model.graphs import DecodeGraphs
@@ -232,7 +232,7 @@ def test_verify_runs_decode_steps_as_the_engine_does(
     for module in (graphs, kit):
         monkeypatch.setattr(module, "why_eager", lambda model: None)
     scenarios = [s for s in SCENARIOS if s.name in ("host hit", "batch", "resume")]
-    report = verify.run(model, tokens=120, prompts=2, new_tokens=8, scenarios=scenarios)
+    report = kit.run(model, tokens=120, prompts=2, new_tokens=8, scenarios=scenarios)
     assert report.ok, [(r.name, r.missing, r.difference, r.violations) for r in report.results]
     used = report.graphs
     if fails:
@@ -247,7 +247,7 @@ def test_verify_runs_decode_steps_as_the_engine_does(
 
 def test_verify_says_why_decode_steps_are_not_captured(flashinfer: Any, tmp_path: Path) -> None:
     model = flash_model(tmp_path, workspace=16)
-    report = verify.run(model, tokens=120, prompts=2, new_tokens=2, scenarios=[])
+    report = kit.run(model, tokens=120, prompts=2, new_tokens=2, scenarios=[])
     assert "on cpu" in show.graphs(report) and report.graphs["replayed"] == 0
     on_cuda = SimpleNamespace(device=torch.device("cuda:0"), backend=object(), attention=Choice("reference", ""))
     assert graphs.why_eager(on_cuda) == "the reference attention cannot be captured"  # type: ignore[arg-type]
