@@ -84,11 +84,8 @@ def refusing_by_name(cls: type[_Params]) -> type[_Params]:
     @wraps(init)
     def checked(self: _Params, *args: Any, **options: Any) -> None:
         others = {name: options.pop(name) for name in options.keys() - set(own)}
-        refused = [
-            _refusal(name, own)
-            for name in sorted(others)
-            if name not in PARAMETERS or not PARAMETERS[name].allows(others[name])
-        ]
+        allowed = {name for name in PARAMETERS.keys() & others if PARAMETERS[name].allows(others[name])}
+        refused = [_refusal(name, own) for name in sorted(others.keys() - allowed)]
         if refused:
             raise InvalidRequest(f"{'; '.join(refused)}. {cls.__name__} takes {', '.join(own)}")
         init(self, *args, **options)
