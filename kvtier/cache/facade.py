@@ -39,7 +39,6 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.backends.contract import Backend
-from kvtier.remote.estimate import Estimate
 from kvtier.remote.opening import open_remote, remote_namespace
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class KVCache:
         self.remote_namespace = remote_namespace(chain, self.spec, secret)
         remote = open_remote(uri, chain, secret, self.spec, self._host, self._memory, self._connector, deadline_s)
         self._guard.also(self, remote.close)
-        self._coordinator.use_remote(remote)
+        self._coordinator.door.open(remote)
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -229,7 +228,7 @@ class KVCache:
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
             link=None if self._connector.engine is None else self._connector.engine.link_stats(),
-            remote=None if self._coordinator.remote is None else self._coordinator.remote.stats(),
+            remote=None if (remote := self._coordinator.door.remote) is None else remote.stats(),
             warmup_s=self.warmup_s,
         )
 
@@ -275,24 +274,21 @@ class KVCache:
     @property
     def has_remote(self) -> bool:
         """Whether there is a remote tier."""
-        return self._coordinator.remote is not None
+        return self._coordinator.door.remote is not None
 
     def flush_remote(self) -> None:
         """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
 
         Call it from the scheduling thread, and go on with ``schedule`` or ``poll`` until ``has_work`` is False.
         """
-        if self._coordinator.remote is not None:
-            self._coordinator.remote.flush()
+        self._coordinator.door.flush()
 
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
         What takes longer to fetch from the remote is computed. Raises ``ConfigError`` for what is no function.
         """
-        estimate = Estimate(seconds)
-        if self._coordinator.seeker is not None:
-            self._coordinator.seeker.compute_s = estimate
+        self._coordinator.door.estimate(seconds)
 
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until no copy is under way on the device, as graph captures demand; False if the time is over."""

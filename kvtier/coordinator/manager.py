@@ -106,7 +106,7 @@ class CacheManager:
         roster, coordinator = self._running.roster, self._coordinator
         if not roster.has_free_row:
             return Shortage({SEQUENCES: (1, 0)})
-        if coordinator.seeker is not None and coordinator.seeker.is_waiting(seq):
+        if coordinator.door.is_waiting(seq):
             return Shortage({})
         match = coordinator.match(seq)
         if match.pending:
@@ -256,7 +256,7 @@ class CacheManager:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
         seconds = wait_seconds(timeout_s)
         if not self._core.is_closed:
-            self._connector.wait(min(seconds, self._coordinator.remote_due_s(self._running.roster.waiting)))
+            self._connector.wait(min(seconds, self._coordinator.door.due_s(self._running.roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""

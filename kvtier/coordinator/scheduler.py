@@ -131,7 +131,7 @@ class Scheduler:
         seconds = wait_seconds(timeout_s)
         news = self._connector.ledger.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news and not self._core.is_closed:
-            self._connector.wait(min(seconds, self._coordinator.remote_due_s(self._roster.waiting)))
+            self._connector.wait(min(seconds, self._coordinator.door.due_s(self._roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``, or the next one at once: its thread has other work to do. From any thread or handler."""

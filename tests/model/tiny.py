@@ -154,7 +154,7 @@ class World:
     @property
     def remote(self) -> Any:
         """The tier behind the host's, if there is one."""
-        return inside.coordinator(self.cache).remote
+        return inside.coordinator(self.cache).door.remote
 
     # --- what can happen ----------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class World:
     def _store_actions(self, overdue: bool) -> list[Action]:
         """Calls of the store that were given up only end at last."""
         can, out = self.config.can, list[Action]()
-        moves, asked = {m.ticket: m for m in self.remote.moves()}, inside.questions(self.cache.core.coordinator.remote)
+        moves, asked = {m.ticket: m for m in self.remote.moves()}, inside.questions(self.remote)
         overdue = overdue or any(m.deadline_s < 0 for m in moves.values())
         for ticket, (what, _) in sorted(self.calls.calls.items()):
             move = moves.get(ticket)
@@ -301,7 +301,7 @@ class World:
 
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
-        due_s = inside.coordinator(self.cache).remote_due_s(self.scheduler.waiting) if self.calls is not None else 1.0
+        due_s = inside.coordinator(self.cache).door.due_s(self.scheduler.waiting) if self.calls is not None else 1.0
         late = any(s.seek is not None and s.seek.until_s < 0 and not s.seek.is_late for s in self.scheduler.waiting)
         return bool(
             due_s <= 0.0

@@ -448,7 +448,7 @@ class World:
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
-                remote = self.cache.core.coordinator.remote
+                remote = self.cache.core.coordinator.door.remote
                 if remote is not None and remote.num_disowned and self._ended() == ended:
                     self.pass_time(1.1)  # a delete that has failed is tried again
             waited = idle and self._ended() > ended
@@ -477,7 +477,7 @@ class World:
     def _ended(self) -> int:
         """Copies and calls of the store that ended, as far as the cache knows."""
         coordinator = self.cache.core.coordinator
-        calls = 0 if self.calls is None else self.calls.num_told + coordinator.remote.counts.expired
+        calls = 0 if self.calls is None else self.calls.num_told + coordinator.door.remote.counts.expired
         return coordinator.connector.ledger.num_settled + calls
 
     def _end_all(self, fate: int = 0) -> None:
@@ -584,9 +584,9 @@ class World:
         """Whether somebody waits for the store; the first who waits does not if the answer's time, or the fetch's, was
         over as the step began. (Time passes in a step that waits for copies.)"""
         coordinator = self.cache.core.coordinator
-        if coordinator.remote is None:
+        if coordinator.door.remote is None:
             return False
-        until = {move.ticket: move.deadline_s for move in coordinator.remote.moves()}
+        until = {move.ticket: move.deadline_s for move in coordinator.door.remote.moves()}
         found = [seq for seq in self.scheduler.waiting if "the store" in seq.wait_reason]
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
@@ -673,7 +673,7 @@ class World:
         keys = {key.tobytes() for key in seq.keys}
         found = {key for _, _, key in findable(self.cache)}
         assert not found & keys, f"{seq.request!r} has failed and is found"
-        known = inside.known_objects(coordinator.remote) if coordinator.remote is not None else set()
+        known = inside.known_objects(coordinator.door.remote) if coordinator.door.remote is not None else set()
         assert not {key for _, key in known} & keys, f"{seq.request!r} has failed and counts as stored"
 
     def _bound(self) -> int:

@@ -31,7 +31,7 @@ def shared_serving(make_serving, monkeypatch):
         store = FakeBackend() if store is None else store
         store.shared = shared
         made = make_serving(groups, blocks, host, hold=hold, store=store_mode, remote_uri=store, **(ID | options))
-        made.store, made.remote = store, made.cache.core.coordinator.remote
+        made.store, made.remote = store, made.cache.core.coordinator.door.remote
         return made
 
     make.shared = shared
@@ -369,7 +369,7 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
     one, other = shared_serving(), shared_serving()
     one.serve("a", prompt(0, 50), 1)
     one.serve("b", prompt(1, 50), 1)
-    other.cache.core.coordinator.seeker.compute_s = lambda start, end: (end - start) * 1e-9
+    other.cache.estimate_compute(lambda start, end: (end - start) * 1e-9)
     assert other.serve("a", prompt(0, 50), 1).cached_tokens["remote"] == 48, "nothing is known of the remote yet"
     assert other.serve("b", prompt(1, 50), 1).cached_tokens["remote"] == 0
     assert store_of(other).not_worth == 1
