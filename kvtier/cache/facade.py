@@ -19,7 +19,6 @@ from kvtier.coordinator.core import Core
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.tracked import Wait
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
 from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made
 from kvtier.cpu_offload.failures import CopyNews
@@ -155,9 +154,9 @@ class KVCache:
         return self._guard.build_engine(self, memory)
 
     def _open_books(self, engine: CopyEngine | None, deadline_s: float, chain: KeyChain, store: str) -> None:
-        device, sizes = PooledDevice(self._pools), self._arena.block_bytes
         news = CopyNews(self.journal, self.spec.names)
-        self._connector = Connector(device, self._host, engine, sizes, deadline_s, news)
+        pools = self._pools, self._pools, self._host
+        self._connector = Connector(*pools, engine, self._arena.block_bytes, deadline_s, news)
         move = self._arena.move if engine is None else engine.move
         books = self._pools, self._host, self._connector
         self._coordinator = Coordinator(self.spec, *books, chain, store, move, self.journal)

@@ -60,7 +60,7 @@ class Coordinator:
         self.journal = journal
         """The newest of it, event by event."""
         self._matcher = Matcher(pools, host)
-        self._stores = StorePolicy(connector, connector.device, host)
+        self._stores = StorePolicy(connector, pools, host)
         self._full = [
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]

@@ -87,7 +87,7 @@ class HostBooks:
         sizes = plan.fragments.block_bytes
         device_side = OutsideDevice(plan.fragments.num_blocks, plan.fragments.shares_with)
         news = CopyNews(Journal(0), plan.spec.names)
-        self._connector = Connector(device_side, self._pools, engine, sizes, deadline_s, news)
+        self._connector = Connector(device_side, None, self._pools, engine, sizes, deadline_s, news)
         self._deadline_s = deadline_s
         nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))  # the engine's content
         self._parts = HostParts(

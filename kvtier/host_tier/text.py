@@ -13,13 +13,14 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.host_tier.parts import HostHit, HostParts, Sought
 from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
 from kvtier.machine.errors import InvalidRequest, StepError
 from kvtier.machine.integers import shown
-from kvtier.pools.block_pool import Col, Ids
+from kvtier.pools.block_pool import Ids
 
 Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]
@@ -133,10 +134,11 @@ class HostText:
         if len(blocks) != len(hit.hosts):
             raise InvalidRequest(f"the hit is {len(hit.hosts)} blocks; got {len(blocks)} to load them into")
         parts.check_blocks(hit.groups, blocks)
-        places = np.sort(parts.device.arrays.meta[hit.groups, Col.BASE] + blocks)
+        places = np.sort(parts.device.entries(hit.groups, blocks))
         if np.any(places[1:] == places[:-1]):
             raise InvalidRequest("two of the hit's blocks are to be loaded into one device block")
-        if parts.device.are_targets(hit.groups, blocks).any():
+        loads = [t for t in parts.connector.ledger.live() if t.direction is Direction.LOAD]
+        if any(np.isin(parts.device.entries(t.groups, t.device), places).any() for t in loads):
             raise InvalidRequest("a load still writes to one of these device blocks; poll() tells of its release")
         parts.overwrite(hit.groups, blocks)
         keys = self._names(hit.groups, hit.at)

@@ -587,7 +587,7 @@ class World:
         if coordinator.door.remote is None:
             return False
         until = {move.ticket: move.deadline_s for move in coordinator.door.remote.moves()}
-        found = [seq for seq in self.scheduler.waiting if "the store" in seq.wait_reason]
+        found = [seq for seq in self.scheduler.waiting if "the remote tier" in seq.wait_reason]
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
             at = seq.seek.until_s if looks else until[seq.seek.ticket]

@@ -34,7 +34,6 @@ from kvtier import CacheSpec, FullAttention, SlidingWindow
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -66,9 +65,9 @@ class Moves:
         self.copied: list[tuple[int, int, int]] = []
         self.host, self.engine = (pools_of(4, sizes), HeldEngine(None)) if lazy else (None, None)
         engine = None if self.engine is None else EngineAround(self.engine, None)
-        device = PooledDevice(self.pools)
-        self.connector = Connector(device, self.host, engine, counts(*sizes), 1.0, CopyNews(Journal(0), ()))
-        stores = StorePolicy(self.connector, device, self.host)
+        pools = self.pools, self.pools, self.host
+        self.connector = Connector(*pools, engine, counts(*sizes), 1.0, CopyNews(Journal(0), ()))
+        stores = StorePolicy(self.connector, self.pools, self.host)
         self.compactor = Compactor(self.tables, self.connector, stores, self._copy, lazy)
         self.sparse, self.dense = whole_slab(self.pools, g), whole_slab(self.pools, g)
 
