@@ -20,7 +20,7 @@ from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.tracked import Wait
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
-from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made
+from kvtier.cpu_offload.engines.by_name import MakesEngine
 from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -268,7 +268,7 @@ class KVCache:
     def copy_engine(self) -> Any:
         """The object that moves bytes between the tiers, as the option ``copy_engine`` made it; None without a host
         tier."""
-        return as_made(self._connector.engine)
+        return self._connector.engine
 
     @property
     def has_remote(self) -> bool:

@@ -17,7 +17,6 @@ import numpy as np
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.tracked import State
 from kvtier.cpu_offload import store_queue
-from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.pools.block_pool import Col
 from kvtier.remote.moves import SeekState
@@ -95,11 +94,6 @@ class World:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        engine = StepwiseEngine(config.order)
-
-        def make_engine(_: TierMemory) -> StepwiseEngine:
-            return engine
-
         names = SPEC.names
         self.cache = KVCache(
             SPEC,
@@ -109,10 +103,10 @@ class World:
             store=config.store,
             on_load_error=config.on_load_error,
             key_secret=b"explorer",
-            copy_engine=make_engine,
+            copy_engine=lambda memory: StepwiseEngine(memory, config.order),
         )
-        self.engine = engine
-        self.calls = open_stepwise(self.cache, engine.now) if config.shelf else None
+        self.engine: Any = self.cache.copy_engine or StepwiseEngine(None, config.order)
+        self.calls = open_stepwise(self.cache, self.engine.now) if config.shelf else None
         self.scheduler = Scheduler(self.cache, max_batched_tokens=config.batch, max_running=config.rows)
         self.requests = [
             Request(f"r{i}", prompt, new, priority=priority)

@@ -591,7 +591,7 @@ class World:
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
             at = seq.seek.until_s if looks else until[seq.seek.ticket]
-            assert begun_s <= at, f"{seq.request.request_id} still waits for the remote, {begun_s - at} s after its time"
+            assert begun_s <= at, f"{seq.request.request_id} still waits for the remote, {begun_s - at} s late"
             assert at - self._now() <= (UNKNOWN_S if looks else self.config.deadline_s) + 1e-6, seq
         return bool(found)
 
