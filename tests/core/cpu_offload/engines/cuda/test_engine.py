@@ -32,11 +32,6 @@ from kvtier.cpu_offload.engines.cuda.driver import ABIS, LEGACY, BatchCopy, Cuda
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.cuda.link import CudaEngine
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
-from kvtier.cpu_offload.engines.paths import (
-    FRAGMENT_BYTES,
-    Calibration,
-    CopyPath,
-)
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.geometry.layout import Layout
 from kvtier.geometry.spec import DTYPE_BYTES
@@ -464,21 +459,17 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
 
 
 def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch):
-    """Of a cache that is gone. A kernel that waits behind a long forward has yet to read its list of copies, whose
-    memory the next cache would be given."""
-    rig, lists, kept = Rig(piece_bytes=1 << 20), list[weakref.ref](), list[object]()
+    """Of a cache that is gone. A copy that waits behind a long forward has yet to write its checksums, whose memory
+    the next cache would be given."""
+    rig, taken, kept = Rig(verify=True), list[weakref.ref](), list[object]()
+    begin = FakeSums.begin
 
-    class Listed: ...
+    def noted(self, *arguments):
+        sums = begin(self, *arguments)
+        taken.append(weakref.ref(sums))
+        return sums
 
-    def fragments(copies, stream):
-        rig.cuda.enqueue(stream, lambda: None)
-        listed = Listed()
-        lists.append(weakref.ref(listed))
-        return listed
-
-    inside.use_fragments(rig.runtime, fragments)
-    rig.runtime.calibration = speeds(5.0, 30.0)
-    monkeypatch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
+    monkeypatch.setattr(FakeSums, "begin", noted)
     gc.collect()  # caches that other tests have let go
     monkeypatch.setattr(memory_guard, "LAST_S", 0.05)
     monkeypatch.setattr(memory_guard, "KEPT", kept)
@@ -488,7 +479,7 @@ def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch
     assert not memory_guard._stop(rig.engine, rig.tiers.memory)
     del rig.engine, rig.runtime
     gc.collect()
-    assert lists[0]() is not None
+    assert taken[0]() is not None
     rig.cuda.held = False
     rig.cuda.run()
     engine, _ = kept[0]
@@ -565,22 +556,18 @@ def test_what_a_copy_holds_is_held_until_it_has_ended_and_no_longer(make_rig, mo
     rig, held = make_rig(verify=True, piece_bytes=1 << 20), []
     send = CudaRuntime.send
 
-    class Held: ...
-
-    def sending(*arguments):
+    def sending(self, copies, *arguments):
         if fails and len(held) == 1:
             raise CudaError("cuMemcpyBatchAsync", 1, "refused")
-        send(*arguments)
-        kept = Held()
-        held.append(weakref.ref(kept))
-        return kept
+        send(self, copies, *arguments)
+        held.append(weakref.ref(copies.dst))
 
     monkeypatch.setattr(cuda_module, "PIECE_BYTES", 1)
     monkeypatch.setattr(CudaRuntime, "send", sending)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
     assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, LOAD))
-    assert all(kept() is not None for kept in held), "a kernel may still read its list of copies"
+    assert all(kept() is not None for kept in held), "the driver may still read its list of copies"
     done = inside.first_copy(rig.engine, LOAD).done
     rig.cuda.held = False
     while not rig.runtime.is_done(done):
@@ -816,9 +803,9 @@ def test_a_paced_stream_gets_a_piece_once_it_has_made_the_one_before(make_rig, m
     batches, behind = len(rig.cuda.batches), []
     send = CudaRuntime.send
 
-    def sending(self, path, copies, way, stream):
+    def sending(self, copies, way, stream):
         behind.append(len([job for job in rig.cuda.streams[stream].queue if callable(job)]))
-        return send(self, path, copies, way, stream)
+        send(self, copies, way, stream)
 
     monkeypatch.setattr(CudaRuntime, "send", sending)
     rig.engine.submit(rig.tiers.transfer(direction, *pairs))
@@ -936,40 +923,3 @@ def test_events_of_a_close_that_is_tried_again_are_used_again(make_rig):
     assert not any(rig.runtime.close(0.0) for _ in range(5))
     assert len(rig.cuda.events) == made
     rig.cuda.held = False
-
-
-# --- the kernel ---------------------------------------------------------------------------------
-
-
-def speeds(engine: float, kernel: float) -> Calibration:
-    rows = {}
-    for d in (STORE, LOAD):
-        for size in FRAGMENT_BYTES:
-            rows[CopyPath.BATCH, d, size] = engine
-            rows[CopyPath.KERNEL, d, size] = kernel
-    return Calibration(CopyPath.BATCH, {}, rows)
-
-
-def test_a_kernel_that_was_chosen_moves_the_bytes(make_rig):
-    rig, launched = make_rig(piece_bytes=1 << 20), []
-
-    def fragments(copies, stream):
-        launched.append(len(copies.dst))
-        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            rig.cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
-        return object()
-
-    inside.use_fragments(rig.runtime, fragments)
-    rig.runtime.calibration = speeds(5.0, 30.0)
-    big = rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2))
-    rig.engine.submit(big)
-    drain(rig.engine, 1)
-    assert launched == [], "too few"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
-        rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
-        assert [o.error for o in drain(rig.engine, 1)] == [""]
-    assert launched == [2]
-    assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, 3), rig.tiers.block(rig.tiers.device, 0, 2))
-    stats = rig.engine.link_stats()
-    assert stats.kernel_fragment_bytes == {"store": list(FRAGMENT_BYTES), "load": list(FRAGMENT_BYTES)}
