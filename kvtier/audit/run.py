@@ -131,7 +131,7 @@ def check_counts(core: Core) -> list[Violation]:
         free = driver.roster.num_free_rows
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
-        under_way, unreported = coordinator.num_copies, len(reports.pending)
+        under_way, unreported = coordinator.door.num_copies, len(reports.pending)
         if (running or waiting or under_way or unreported or driver.step) and not driver.has_work():
             left = (
                 f"{running} run, {waiting} wait, {unreported} are to be reported, {under_way} transfers are under way"

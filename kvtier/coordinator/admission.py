@@ -72,7 +72,7 @@ class Admission:
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if self._door.is_waiting(seq):
+            if self._door.remote is not None and self._door.is_waiting(seq):
                 self._wait(seq, Wait.TRANSFER, _of_remote(seq))
                 continue
             if self._left(seq, entries) <= 0:

@@ -65,7 +65,7 @@ class Coordinator:
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
-        self.door: RemoteDoor[Tracked] = RemoteDoor(pools, self.match)
+        self.door: RemoteDoor[Tracked] = RemoteDoor(connector, pools, self.match)
         """To the tier behind the host tier."""
         self._sources = Sources(spec)
         self.tables = BlockTables(spec, pools, 1)
@@ -125,17 +125,7 @@ class Coordinator:
         """The content of the request's tokens in both tiers, ``most`` tokens at most."""
         return self._matcher.match(self.tables, seq.keys, min(len(seq.tokens), most + 1), seq.use_host)
 
-    @property
-    def num_copies(self) -> int:
-        """Copies to and from the host tier that are not overdue, on both of its sides."""
-        return self.connector.ledger.num_progressing + self.door.num_progressing
-
     # --- what changes -----------------------------------------------------------------------------
-
-    def poll(self) -> None:
-        """Takes note of copies that have ended, on both sides of the host tier."""
-        self.connector.poll()
-        self.door.poll(self.connector.ledger.num_settled)
 
     def hold(self, match: Match) -> None:
         """Holds the match in both tiers until ``admit`` or ``let_go``. It stays, whatever requests leave or stores run

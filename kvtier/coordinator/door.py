@@ -3,7 +3,7 @@
 Owns       the remote tier behind the host tier, and the questions to it.
 Promises   a text asks once. It waits for answers as ``seek`` says, then for its fetch. After a reset it waits for
            neither. Without a remote tier nobody waits, and nothing is under way.
-Does not   know the host tier's copies: who polls says how many have ended.
+Does not   copy between the device and the host tier: the ``Connector`` does, and is polled here as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Generic
 
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.seek import A, ComputeSeconds, Seeker
+from kvtier.cpu_offload.connector import Connector
 from kvtier.geometry.keys import KeyArray
 from kvtier.pools.block_pool import BlockPools
 from kvtier.remote.estimate import Estimate
@@ -23,8 +24,10 @@ from kvtier.remote.tier import RemoteTier
 class RemoteDoor(Generic[A]):
     """``device``: pools with the content that need not be fetched. ``match``: what a text has in the tiers here."""
 
-    def __init__(self, device: BlockPools, match: Callable[[A], Match]) -> None:
-        self._device, self._match = device, match
+    def __init__(self, connector: Connector, device: BlockPools, match: Callable[[A], Match]) -> None:
+        self._connector, self._device, self._match = connector, device, match
+        self.poll: Callable[[], None] = connector.poll
+        """Takes note of copies that have ended, on both sides of the host tier, and starts some spills."""
         self._seeker: Seeker[A] | None = None
         self.remote: RemoteTier | None = None
         """None: there is none."""
@@ -32,6 +35,7 @@ class RemoteDoor(Generic[A]):
     def open(self, remote: RemoteTier) -> None:
         """Puts a remote tier behind the host tier."""
         self.remote, self._seeker = remote, Seeker(remote, self._device, self._match)
+        self.poll = self._poll_both
 
     def is_waiting(self, text: A) -> bool:
         """Whether the text should wait for the remote. Asks it, or fetches, if that is due."""
@@ -62,16 +66,17 @@ class RemoteDoor(Generic[A]):
         if self.remote is not None:
             self.remote.disown(keys)
 
-    def poll(self, settled: int) -> None:
-        """Takes note of what has ended, and starts some spills. ``settled``: copies that have ended so far."""
-        if self.remote is not None:
-            self.remote.poll()
-            self.remote.pump(settled)
+    def _poll_both(self) -> None:
+        assert self.remote is not None
+        self._connector.poll()
+        self.remote.poll()
+        self.remote.pump(self._connector.ledger.num_settled)
 
     @property
-    def num_progressing(self) -> int:
-        """Moves under way that are not overdue."""
-        return 0 if self.remote is None else self.remote.num_progressing
+    def num_copies(self) -> int:
+        """Copies to and from the host tier that are not overdue, on both of its sides."""
+        moves = 0 if self.remote is None else self.remote.num_progressing
+        return self._connector.ledger.num_progressing + moves
 
     def due_s(self, waiting: Iterable[A]) -> float:
         """Seconds until ``poll`` has something to do, or one of these waits no more, whatever the remote tells; or

@@ -236,7 +236,7 @@ class CacheManager:
     def poll(self) -> list[Sequence]:
         """Sequences whose loads have ended since the last call: running, or idle again with a ``problem``."""
         self._core.check_driver(self)
-        self._coordinator.poll()
+        self._coordinator.door.poll()
         self._connector.submit_planned()
         ended, self._settled = self._settled, []
         failed = self._connector.take_failed_loads()
@@ -281,7 +281,7 @@ class CacheManager:
 
     def has_work(self) -> bool:
         """Whether sequences are open, or copies under way that are not overdue; False once the cache is closed."""
-        has = bool(self._sequences) or self._coordinator.num_copies > 0 or self.step is not None
+        has = bool(self._sequences) or self._coordinator.door.num_copies > 0 or self.step is not None
         return has and not self._core.is_closed
 
     def astray(self) -> set[str]:

@@ -97,7 +97,7 @@ class HostBooks:
             connector=self._connector,
             stores=StorePolicy(self._connector, device_side, self._pools),
             matcher=Matcher(nothing, self._pools),
-            door=RemoteDoor(nothing, lambda text: text.found),
+            door=RemoteDoor(self._connector, nothing, lambda text: text.found),
         )
 
     @property
@@ -161,8 +161,7 @@ class HostBooks:
         """Submits planned stores, and reports ended loads; never waits."""
         self._parts.check_open()
         self._pools.tick()
-        self._connector.poll()
-        self._parts.door.poll(self._connector.ledger.num_settled)
+        self._parts.door.poll()
         self._connector.submit_planned()
         failures, loaded, failed, released = self._connector.take_failed_loads(), [], {}, []
         for ticket, told in list(self._parts.loads.items()):
@@ -195,8 +194,7 @@ class HostBooks:
         Moves to and from the remote count, too. The release of a load that was given up does not count. False after
         ``close``.
         """
-        copies = self._connector.ledger.num_progressing + self._parts.door.num_progressing
-        return not self._parts.is_closed and (copies > 0 or not all(self._parts.loads.values()))
+        return not self._parts.is_closed and (self._parts.door.num_copies > 0 or not all(self._parts.loads.values()))
 
     def reset(self) -> None:
         """Forgets all content, for instance because the weights have changed; loads under way fail.

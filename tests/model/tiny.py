@@ -291,7 +291,7 @@ class World:
     def _progresses(self) -> bool:
         """Whether a transfer is on its way that is not overdue, or a request waits for the store."""
         asks = any(s.seek is not None and s.seek.state is not SeekState.OVER for s in self.scheduler.waiting)
-        return bool(asks or inside.coordinator(self.cache).num_copies)
+        return bool(asks or inside.coordinator(self.cache).door.num_copies)
 
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
