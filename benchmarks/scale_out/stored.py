@@ -173,7 +173,7 @@ def _metrics(web: httpx.Client, engine: Process) -> dict[str, float]:
     """Of the remote and of prompts' sources, by the last label."""
     found: dict[str, float] = {}
     for line in web.get(f"{engine.url}/metrics").text.splitlines():
-        if line.startswith(("kvtier:store_", "kvtier:prefix_tokens_total", "kvtier:live_transfers")):
+        if line.startswith(("kvtier:remote_", "kvtier:prefix_tokens_total", "kvtier:live_transfers")):
             name, _, labels = line.partition("{")
             found[f"{name}{{{labels.rpartition('}')[0].split('=')[-1].strip(chr(34))}}}"] = float(line.split()[-1])
     return found

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvtier.machine.errors import CacheClosed, InvalidRequest, KVTierError, RequestTooLarge
 from runner.engine.outputs import CompletionOutput
-from runner.errors import EngineDead, ForwardFailed, Overloaded, UnknownRequest
+from runner.errors import EngineDead, ForwardFailed, GrammarFailed, NoTokenAllowed, Overloaded, UnknownRequest
 
 log = logging.getLogger("kvtier.server")
 
@@ -85,6 +85,8 @@ def as_api_error(problem: BaseException, fields: Sequence[str] = ()) -> ApiError
         return ApiError(404, str(problem), code="request_not_found")
     if isinstance(problem, (EngineDead, CacheClosed)):  # its thread has logged why, once
         return ApiError(503, "the engine has died; the server has to be started anew", code="engine_dead")
+    if isinstance(problem, (NoTokenAllowed, GrammarFailed)):  # by what it has asked for itself
+        return ApiError(400, str(problem), code="no_token_left")
     if isinstance(problem, KVTierError):
         log.error("a request failed: %s", problem)
         hidden = isinstance(problem, ForwardFailed)  # it quotes what a library said of the inside

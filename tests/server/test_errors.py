@@ -188,6 +188,12 @@ def test_a_dead_engine_shows_everywhere(mortal: AsyncLLM, monkeypatch: pytest.Mo
     assert {t.json()["error"]["code"] for t in told} == {"engine_dead"}
 
 
+def test_a_request_that_leaves_itself_no_token_is_its_clients_fault(web: httpx.Client, llm: AsyncLLM) -> None:
+    body = {**ASK, "allowed_token_ids": [12], "bad_words": [llm.tokenizer.decode([12])]}
+    told = web.post("/v1/completions", json=body)
+    assert (told.status_code, told.json()["error"]["code"]) == (400, "no_token_left"), told.text
+
+
 def test_each_end_that_is_an_error_has_a_status() -> None:
     def told(reason: str | None, stops: bool = False) -> tuple[int, str] | None:
         error = NonFiniteLogits("float16") if reason == "error" else None
