@@ -393,9 +393,9 @@ def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
 
 def behind_tier(tier: HostTier) -> RemoteTier:
     """The tier of the remote tier."""
-    store = tier._parts.door
-    assert store is not None
-    return store.remote
+    remote = tier._parts.door.remote
+    assert remote is not None
+    return remote
 
 
 def host_memories(engine: Any) -> list[np.ndarray]:
@@ -411,16 +411,14 @@ def forget_facts(workers: list[Any]) -> None:
 
 def remote_due_s(tier: HostTier) -> float:
     """How long it sleeps at most for the sake of the remote tier."""
-    store = tier._parts.door
-    assert store is not None
-    return store.due_s()
+    return tier._parts.door.due_s(tier._parts.asking)
 
 
 def compute_seconds(tier: HostTier) -> Callable[[int, int], float | None]:
     """What the store's fetches are compared with."""
-    store = tier._parts.door
-    assert store is not None
-    return store._seeker.compute_s
+    seeker = tier._parts.door._seeker
+    assert seeker is not None
+    return seeker.compute_s
 
 
 def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
@@ -446,10 +444,10 @@ def tier_connector(tier: HostTier) -> Connector:
 
 def spill_at_eviction(of: Whole) -> None:
     """As ``spill=eviction`` in a store's URI, of a cache that was given a store itself."""
-    remote = coordinator(of).remote
+    remote = coordinator(of).door.remote
     remote._when = remote._spills._when = SpillWhen.EVICTION
 
 
 def waiting_to_be_spilled(of: Whole) -> list[Any]:
     """Texts that wait for evictions from the host."""
-    return list(coordinator(of).remote._spills._later)
+    return list(coordinator(of).door.remote._spills._later)

@@ -145,11 +145,6 @@ def use_sums(link: CudaLink, made: Any) -> None:
     link._sums = made
 
 
-def use_fragments(owner: CudaRuntime | CudaLink, copy: Any) -> None:
-    """A runtime copies small fragments by ``copy``; a link makes such a function by it."""
-    owner._fragments = copy
-
-
 def use_batch(runtime: CudaRuntime, batch: BatchCopy | None) -> None:
     """Copies in batches by ``batch``; without one, each on its own."""
     runtime._batch = batch

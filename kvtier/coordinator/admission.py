@@ -49,7 +49,7 @@ class Admission:
         self._pools = coordinator.pools
         self._connector, self._transfers = coordinator.connector, coordinator.connector.ledger
         self._journal = coordinator.journal
-        self._seeker = coordinator.seeker
+        self._door = coordinator.door
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
@@ -72,7 +72,7 @@ class Admission:
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if self._seeker is not None and self._seeker.is_waiting(seq):
+            if self._door.remote is not None and self._door.is_waiting(seq):
                 self._wait(seq, Wait.TRANSFER, _of_remote(seq))
                 continue
             if self._left(seq, entries) <= 0:

@@ -30,7 +30,7 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.cpu_offload.wiping import Wiper
 from kvtier.machine.errors import TransferError
 from kvtier.machine.wakeup import Wakeup
-from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
+from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words, fence_of
 
 Counts = npt.NDArray[np.int64]
 
@@ -39,18 +39,22 @@ LONGEST_WAIT_S = 1e6
 
 
 class Connector:
-    """Between a device and, if there is a host tier, the host pools. All calls come from one thread."""
+    """Between a device and, if there is a host tier, the host pools. All calls come from one thread.
+
+    ``pools``: the device's; None: an engine owns its blocks and their content.
+    """
 
     def __init__(
         self,
         device: DeviceSide,
+        pools: BlockPools | None,
         host: BlockPools | None,
         engine: CopyEngine | None,
         block_bytes: npt.NDArray[np.int64],
         deadline_s: float,
         news: CopyNews,
     ) -> None:
-        self.device = self._device = device  # what its transfers read and write there
+        self._device, self._pools = device, pools
         self.news = news
         """What is told of copies that go wrong."""
         self._host = host
@@ -64,7 +68,7 @@ class Connector:
         self._refuses = False  # the engine, stores, since the last poll
         self._hang = StoreHang(device, host, deadline_s)
         self._woken = Wakeup()
-        self._ends = Ends(device, host, block_bytes)
+        self._ends = Ends(device, pools, host, block_bytes)
         self.counts = self._ends.counts
         self.latencies = {direction: Latencies() for direction in Direction}
 
@@ -191,7 +195,9 @@ class Connector:
         """
         assert self._host is not None
         self._host.acquire(groups, hosts)
-        self._device.begin_load(groups, blocks, keys)
+        if self._pools is not None:
+            self._pools.acquire(groups, blocks)
+            self._pools.publish(groups, blocks, keys, Mark.PENDING)
         num_bytes = int(self._block_bytes[groups].sum())
         transfer = self.ledger.open(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
         transfer.superseded = superseded

@@ -53,7 +53,7 @@ class RelayedBooks(HostBooks):
         check_remote(uri, True, "cpu", model_id, key_secret)
         parts = self.spec, self._pools, self._connector, self._deadline_s, self._workers
         remote, self._relayed = open_relayed(uri, model_id, key_secret, *parts)
-        self._use_remote(remote)
+        self._parts.door.open(remote)
 
     def take_orders(self) -> Orders:
         """Everything to be done since the last call, with planned stores as far as the link may be busy with them."""
@@ -83,5 +83,4 @@ class RelayedBooks(HostBooks):
         """
         self._parts.is_closed = True
         self._connector.wake()
-        if self._parts.door is not None:
-            self._parts.door.remote.close(CLOSE_S)
+        self._parts.door.close(CLOSE_S)

@@ -293,5 +293,5 @@ def test_padding_to_no_number_of_entries_is_refused(make_serving, rows):
 
 
 def test_a_copy_engine_that_is_none_is_refused_when_the_cache_is_built(make_cache):
-    with pytest.raises(ConfigError, match="submit, poll"):
+    with pytest.raises(ConfigError, match="made a object, which does not inherit"):
         make_cache(host=8, copy_engine=lambda memory: object())

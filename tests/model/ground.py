@@ -271,9 +271,9 @@ class Ground:
         """Whether somebody waits for the store; the first who waits does not if the answer's time, or the fetch's, was
         over as the step began. (Time passes in a step that waits for copies.)"""
         coordinator = self.cache.core.coordinator
-        if coordinator.remote is None:
+        if coordinator.door.remote is None:
             return False
-        until = {move.ticket: move.deadline_s for move in coordinator.remote.moves()}
+        until = {move.ticket: move.deadline_s for move in coordinator.door.remote.moves()}
         found = [seq for seq in self.scheduler.waiting if "the remote tier" in seq.wait_reason]
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
@@ -360,7 +360,7 @@ class Ground:
         keys = {key.tobytes() for key in seq.keys}
         found = {key for _, _, key in findable(self.cache)}
         assert not found & keys, f"{seq.request!r} has failed and is found"
-        known = inside.known_objects(coordinator.remote) if coordinator.remote is not None else set()
+        known = inside.known_objects(coordinator.door.remote) if coordinator.door.remote is not None else set()
         assert not {key for _, key in known} & keys, f"{seq.request!r} has failed and counts as stored"
 
     def _bound(self) -> int:

@@ -279,7 +279,7 @@ class World(Ground):
             elif idle:
                 self._end_all(fate)
                 fate += fate > 0
-                remote = self.cache.core.coordinator.remote
+                remote = self.cache.core.coordinator.door.remote
                 if remote is not None and remote.num_disowned and self._ended() == ended:
                     self.pass_time(1.1)  # a delete that has failed is tried again
             waited = idle and self._ended() > ended
@@ -308,7 +308,7 @@ class World(Ground):
     def _ended(self) -> int:
         """Copies and calls of the store that ended, as far as the cache knows."""
         coordinator = self.cache.core.coordinator
-        calls = 0 if self.calls is None else self.calls.num_told + coordinator.remote.counts.expired
+        calls = 0 if self.calls is None else self.calls.num_told + coordinator.door.remote.counts.expired
         return coordinator.connector.ledger.num_settled + calls
 
     def _end_all(self, fate: int = 0) -> None:

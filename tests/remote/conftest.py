@@ -117,7 +117,7 @@ def shared_serving(make_serving, monkeypatch):
         store = FakeBackend() if store is None else store
         store.shared = shared
         made = make_serving(groups, blocks, host, hold=hold, store=store_mode, remote_uri=store, **(ID | options))
-        made.store, made.remote = store, made.cache.core.coordinator.remote
+        made.store, made.remote = store, made.cache.core.coordinator.door.remote
         return made
 
     make.shared = shared

@@ -75,7 +75,7 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_computed(shared_serving):
     one, other = shared_serving(), shared_serving()
     one.serve("a", prompt(0, 50), 1)
     one.serve("b", prompt(1, 50), 1)
-    other.cache.core.coordinator.seeker.compute_s = lambda start, end: (end - start) * 1e-9
+    other.cache.estimate_compute(lambda start, end: (end - start) * 1e-9)
     assert other.serve("a", prompt(0, 50), 1).cached_tokens["remote"] == 48, "nothing is known of the remote yet"
     assert other.serve("b", prompt(1, 50), 1).cached_tokens["remote"] == 0
     assert store_of(other).not_worth == 1

@@ -114,7 +114,7 @@ def conversation(serving, turns: int) -> list[int]:
 def test_texts_wait_for_evictions_from_the_host(shared_serving):
     one, other = at_eviction(shared_serving(host=200)), shared_serving(host=200)
     text = conversation(one, 4)
-    assert not one.cache.core.coordinator.num_copies, "what waits is nothing to wait for"
+    assert not one.cache.core.coordinator.door.num_copies, "what waits is nothing to wait for"
     assert not shared_serving.shared.objects
     for k in range(20):
         one.serve(f"other{k}", prompt(100 + k, 40), 1)

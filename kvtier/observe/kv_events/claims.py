@@ -51,7 +51,7 @@ class Claims:
         self._full = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL]
         self._local = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
         self._needs = [Needs(group) for group in spec.groups if group.attention.kind is not Kind.FULL]
-        self._rule = None if plan is None else RemoteRule(plan, spec)
+        self._rule = None if plan is None else RemoteRule(plan)
         self._remote_is_used = False
         num_local = len(self._local), 0 if self._rule is None else self._rule.num_big_local
         self.texts = Texts(self.block_tokens, num_local, most_blocks, self._forget)

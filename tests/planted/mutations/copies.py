@@ -35,9 +35,9 @@ MUTATIONS = (
         "I2 I17 I18",
         "blocks that a load still writes are free once its request is aborted",
         "field/e_endings_and_failures core/cpu_offload/connector",
-        ("begin_load", "self.pools.acquire(groups, blocks)", "pass"),
-        ("end_load", "self.pools.release(groups, blocks)", "pass"),
-        ("end_late_load", "self.pools.release(groups, blocks)", "pass"),
+        ("Connector.load", "self._pools.acquire(groups, blocks)", "pass"),
+        ("Ends.load", "self._pools.release(t.groups, t.device)", "pass"),
+        ("Ends.late", "self._pools.release(t.groups, t.device)", "pass"),
     ),
     mutation(
         "missed_unpin_of_matched_host_blocks",
@@ -92,7 +92,7 @@ MUTATIONS = (
         "I1 I17",
         "blocks that a late load may still write are not marked as such",
         "core/cpu_offload/connector",
-        ("give_up_load", "self.pools.quarantine", "self.pools.unpublish"),
+        ("Ends.give_up", "self._pools.quarantine", "self._pools.unpublish"),
     ),
     mutation(
         "stores_go_on_while_stores_hang",

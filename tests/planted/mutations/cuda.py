@@ -60,15 +60,4 @@ MUTATIONS = (
         "core/cpu_offload/engines/cuda/link",
         ("SubmissionThreads.put", "self._queues[direction]", "self._queues[Direction.STORE]"),
     ),
-    mutation(
-        "cuda_a_slower_kernel_is_chosen",
-        "I17",
-        "small fragments take the slower path, and compute as well",
-        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
-        (
-            "choose_path",
-            "CLEARLY * calibration.fragment_gbps[engine, direction, size]",
-            "0.0 * calibration.fragment_gbps[engine, direction, size]",
-        ),
-    ),
 )

@@ -84,7 +84,7 @@ MUTATIONS = (
         "I18",
         "two copies write the same device blocks, in no order",
         "core/bad_doors",
-        ("OutsideDevice.begin_load", "self._is_target[self._entries(groups, blocks)] = True", "pass"),
+        ("HostText.load", "t.direction is Direction.LOAD", "False"),
     ),
     mutation(
         "host_tier_takes_two_equal_keys_of_a_text",

@@ -256,7 +256,7 @@ MUTATIONS = (
         "I13",
         "content that a reset has outdated comes back from the remote",
         "remote/door",
-        ("HostBooks.reset", "self._parts.door.remote.reset()", "pass"),
+        ("HostBooks.reset", "self._parts.door.reset()", "pass"),
     ),
     mutation(
         "fragments_that_changed_in_host_memory_are_stored",

@@ -178,7 +178,7 @@ MUTATIONS = (
         "I30",
         "an engine stops while stores are under way",
         "core/coordinator/waking",
-        ("Scheduler.has_work", "self._coordinator.num_copies > 0", "False"),
+        ("Scheduler.has_work", "self._coordinator.door.num_copies > 0", "False"),
     ),
     mutation(
         "wake_up_lost_when_a_transfer_ends",

@@ -108,10 +108,10 @@ MUTATIONS = (
         ("HostWorker.begin", "self._under_way[ticket].is_spoiled = True", "pass"),
     ),
     mutation(
-        "host_tier_the_calibration_loads_first",
+        "host_tier_the_measurement_loads_first",
         "I29",
         "an engine's memory loses its content when the tier is built",
         "core/cpu_offload/engines/cuda/link",
-        ("_calibrate", "measure(CopyPath.KERNEL, STORE, 16, 1)", "measure(CopyPath.KERNEL, LOAD, 16, 1)"),
+        ("CudaLink._measure", "(STORE, LOAD)", "(LOAD, STORE)"),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from patience import PATIENCE_S
 
-from core.cpu_offload.engines.test_engines import LOAD, SPEC, STORE, Tiers
+from core.cpu_offload.engines.test_engines import SPEC, Tiers
 from core.fake_cuda import FakeCuda, FakeSums
 from kvtier import (
     CacheSpec,
@@ -13,11 +13,6 @@ from kvtier import (
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.cuda.link import CudaEngine
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
-from kvtier.cpu_offload.engines.paths import (
-    FRAGMENT_BYTES,
-    Calibration,
-    CopyPath,
-)
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.geometry.layout import Layout
 
@@ -75,12 +70,3 @@ class Rig:
         assert self.cuda.registered == {}, "a registration is left behind"
         assert self.cuda.streams == {}
         assert self.cuda.events == {}, "an event was lost"
-
-
-def speeds(engine: float, kernel: float) -> Calibration:
-    rows = {}
-    for d in (STORE, LOAD):
-        for size in FRAGMENT_BYTES:
-            rows[CopyPath.BATCH, d, size] = engine
-            rows[CopyPath.KERNEL, d, size] = kernel
-    return Calibration(CopyPath.BATCH, {}, rows)

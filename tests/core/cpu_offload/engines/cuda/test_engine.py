@@ -8,7 +8,7 @@ import inside
 import numpy as np
 import pytest
 
-from core.cpu_offload.engines.cuda.rig import PAGE, speeds
+from core.cpu_offload.engines.cuda.rig import PAGE
 from core.cpu_offload.engines.test_engines import LOAD, STORE, drain
 from core.fake_cuda import COMPUTE, FakeCuda
 from kvtier import (
@@ -21,9 +21,6 @@ from kvtier import (
 )
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.cpu_offload.engines.cuda.driver import ABIS, LEGACY, BatchCopy, CudaError, SourceOrder
-from kvtier.cpu_offload.engines.paths import (
-    FRAGMENT_BYTES,
-)
 from kvtier.geometry.spec import DTYPE_BYTES
 
 KINDS = {"full": FullAttention(), "window": SlidingWindow(8), "chunk": ChunkedLocal(8)}
@@ -166,28 +163,3 @@ def test_loads_have_a_stream_of_their_own_that_comes_first(make_rig):
 
 
 # --- the kernel ---------------------------------------------------------------------------------
-
-
-def test_a_kernel_that_was_chosen_moves_the_bytes(make_rig):
-    rig, launched = make_rig(piece_bytes=1 << 20), []
-
-    def fragments(copies, stream):
-        launched.append(len(copies.dst))
-        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            rig.cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
-        return object()
-
-    inside.use_fragments(rig.runtime, fragments)
-    rig.runtime.calibration = speeds(5.0, 30.0)
-    big = rig.tiers.transfer(STORE, (0, 1, 1), (0, 3, 2))
-    rig.engine.submit(big)
-    drain(rig.engine, 1)
-    assert launched == [], "too few"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
-        rig.engine.submit(rig.tiers.transfer(STORE, (0, 5, 1), (0, 2, 3)))
-        assert [o.error for o in drain(rig.engine, 1)] == [""]
-    assert launched == [2]
-    assert np.array_equal(rig.tiers.block(rig.tiers.host, 0, 3), rig.tiers.block(rig.tiers.device, 0, 2))
-    stats = rig.engine.link_stats()
-    assert stats.kernel_fragment_bytes == {"store": list(FRAGMENT_BYTES), "load": list(FRAGMENT_BYTES)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from patience import FOREVER_S, PATIENCE_S
 
-from core.cpu_offload.engines.cuda.rig import Rig, speeds
+from core.cpu_offload.engines.cuda.rig import Rig
 from core.cpu_offload.engines.test_engines import LOAD, STORE, drain
 from core.fake_cuda import FakeSums
 from kvtier import (
@@ -233,21 +233,17 @@ def test_what_a_copy_holds_is_given_back_before_its_stream_is(make_rig, monkeypa
 
 
 def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch):
-    """Of a cache that is gone. A kernel that waits behind a long forward has yet to read its list of copies, whose
-    memory the next cache would be given."""
-    rig, lists, kept = Rig(piece_bytes=1 << 20), list[weakref.ref](), list[object]()
+    """Of a cache that is gone. A copy that waits behind a long forward has yet to write its checksums, whose memory
+    the next cache would be given."""
+    rig, taken, kept = Rig(verify=True), list[weakref.ref](), list[object]()
+    begin = FakeSums.begin
 
-    class Listed: ...
+    def noted(self, *arguments):
+        sums = begin(self, *arguments)
+        taken.append(weakref.ref(sums))
+        return sums
 
-    def fragments(copies, stream):
-        rig.cuda.enqueue(stream, lambda: None)
-        listed = Listed()
-        lists.append(weakref.ref(listed))
-        return listed
-
-    inside.use_fragments(rig.runtime, fragments)
-    rig.runtime.calibration = speeds(5.0, 30.0)
-    monkeypatch.setattr("kvtier.cpu_offload.engines.paths.MANY", 2)
+    monkeypatch.setattr(FakeSums, "begin", noted)
     gc.collect()  # caches that other tests have let go
     monkeypatch.setattr(memory_guard, "LAST_S", 0.05)
     monkeypatch.setattr(memory_guard, "KEPT", kept)
@@ -257,7 +253,7 @@ def test_what_a_copy_holds_is_kept_with_an_engine_that_does_not_stop(monkeypatch
     assert not memory_guard._stop(rig.engine, rig.tiers.memory)
     del rig.engine, rig.runtime
     gc.collect()
-    assert lists[0]() is not None
+    assert taken[0]() is not None
     rig.cuda.held = False
     rig.cuda.run()
     engine, _ = kept[0]
@@ -334,22 +330,18 @@ def test_what_a_copy_holds_is_held_until_it_has_ended_and_no_longer(make_rig, mo
     rig, held = make_rig(verify=True, piece_bytes=1 << 20), []
     send = CudaRuntime.send
 
-    class Held: ...
-
-    def sending(*arguments):
+    def sending(self, copies, *arguments):
         if fails and len(held) == 1:
             raise CudaError("cuMemcpyBatchAsync", 1, "refused")
-        send(*arguments)
-        kept = Held()
-        held.append(weakref.ref(kept))
-        return kept
+        send(self, copies, *arguments)
+        held.append(weakref.ref(copies.dst))
 
     monkeypatch.setattr(cuda_module, "PIECE_BYTES", 1)
     monkeypatch.setattr(CudaRuntime, "send", sending)
     rig.cuda.held = True
     rig.engine.submit(rig.tiers.transfer(LOAD, (0, 1, 1), (0, 2, 2)))
     assert inside.waits_until_given(rig.engine, inside.first_copy(rig.engine, LOAD))
-    assert all(kept() is not None for kept in held), "a kernel may still read its list of copies"
+    assert all(kept() is not None for kept in held), "the driver may still read its list of copies"
     done = inside.first_copy(rig.engine, LOAD).done
     rig.cuda.held = False
     while not rig.runtime.is_done(done):

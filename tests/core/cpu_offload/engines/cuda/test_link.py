@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 import weakref
@@ -14,8 +13,6 @@ import numpy as np
 import pytest
 from breadth import sample
 
-from core.cpu_offload.engines.cuda.rig import speeds
-from core.cpu_offload.engines.test_engines import LOAD, STORE
 from core.driving import is_zero, prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from kvtier import (
@@ -36,52 +33,11 @@ from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
 from kvtier.cpu_offload.engines.cuda.driver import CudaError
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
 from kvtier.cpu_offload.engines.cuda.link import CudaLink, mismatch
-from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.testing import Faults, FaultyLink, canary_spec, expected_tokens
 
 # --- which path -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("engine", "kernel", "count", "mean", "path"),
-    [
-        (5.0, 30.0, 1000, 4096, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, 20_000, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, 28 << 10, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, (28 << 10) + 16, CopyPath.BATCH),  # longer than any that was measured
-        (5.0, 30.0, 1000, 1 << 20, CopyPath.BATCH),
-        (5.0, 30.0, MANY - 1, 4096, CopyPath.BATCH),
-        (30.0, 31.0, 1000, 4096, CopyPath.BATCH),  # not clearly faster
-        (30.0, 5.0, 1000, 4096, CopyPath.BATCH),
-    ],
-)
-def test_the_path_follows_from_what_was_measured(engine, kernel, count, mean, path):
-    for direction in (STORE, LOAD):
-        assert choose_path(speeds(engine, kernel), direction, count, count * mean) is path
-
-
-def test_without_a_measurement_the_copy_engines_do_it():
-    for engine in (CopyPath.BATCH, CopyPath.LOOP):
-        assert choose_path(Calibration(engine), LOAD, 1000, 4_096_000) is engine
-
-
-def test_calibration_measures_each_path_each_way_and_the_link():
-    asked = []
-
-    def measure(path, direction, size, count):
-        asked.append((path, direction, size, count))
-        return size * count / (30e9 if path is CopyPath.KERNEL else 50e9 if count == 1 else 5e9)
-
-    found = calibrate(measure, CopyPath.BATCH, 1 << 30, with_kernel=True)
-    assert {d: round(v, 6) for d, v in found.link_gbps.items()} == {STORE: 50.0, LOAD: 50.0}
-    assert {(p, d, s) for p, d, s, n in asked if n > 1} == set(found.fragment_gbps)
-    assert all(2 * size * n <= 1 << 30 for _, _, size, n in asked if n > 1)
-    assert choose_path(found, LOAD, 1000, 1000 * 8192) is CopyPath.KERNEL
-    small = calibrate(measure, CopyPath.LOOP, 1 << 10, with_kernel=True)
-    assert small.fragment_gbps == {}, "too little room to tell anything"
-    assert calibrate(measure, CopyPath.LOOP, 1 << 30, with_kernel=False).fragment_gbps == {}
 
 
 # --- the whole cache ------------------------------------------------------------------------------
@@ -154,7 +110,7 @@ def test_a_cache_that_cannot_be_made_pins_nothing(linked, monkeypatch, where):
     assert cuda.registered == {}
 
 
-def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, monkeypatch):
+def test_memory_stays_pinned_under_a_copy_of_a_measurement_that_failed(linked, monkeypatch):
     """Waiting for it fails, and the copy does not end: nobody else may get either tier's memory."""
     options, cuda = linked()
     kept: list[list[Arena]] = []
@@ -174,39 +130,6 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
         KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
     assert cuda.registered
     assert [arena.has_bytes for arenas in kept for arena in arenas] == [True, True]
-    cuda.held = False
-    cuda.run()
-
-
-def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, monkeypatch):
-    """Its list of copies lies in memory that the next cache would be given, and overwrite."""
-    options, cuda = linked()
-    lists = list[weakref.ref]()
-    monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
-    synchronize = cuda.synchronize
-
-    class Listed: ...
-
-    def fragments(copies, stream):
-        cuda.held = len(lists) == 2
-        cuda.enqueue(stream, lambda: None)
-        listed = Listed()
-        lists.append(weakref.ref(listed))
-        return listed
-
-    def fail(stream):
-        if cuda.held:
-            raise RuntimeError("the driver is confused")
-        synchronize(stream)
-
-    monkeypatch.setattr(cuda, "synchronize", fail)
-    inside.use_fragments(options["copy_engine"], lambda: fragments)
-    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
-    with pytest.raises(RuntimeError, match="confused"):
-        KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options)
-    del options
-    gc.collect()
-    assert [listed() is not None for listed in lists] == [False, False, True]
     cuda.held = False
     cuda.run()
 
@@ -263,9 +186,9 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
     assert threading.active_count() == threads
 
 
-def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):
+def test_a_measurement_that_failed_is_taken_down_in_order(linked, monkeypatch):
     options, cuda = linked()
-    monkeypatch.setattr(cuda_link, "calibrate", lambda *_: 1 / 0)
+    monkeypatch.setattr(cuda_link, "Copies", lambda *_: 1 / 0)
     ended: list[str] = []
     for owner, name in (
         (cuda_link.SubmissionThreads, "close"),
@@ -282,7 +205,7 @@ def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):
     assert not cuda.streams
 
 
-def test_the_calibration_comes_after_the_zeros_that_the_compute_stream_still_writes(linked, monkeypatch):
+def test_the_measurement_comes_after_the_zeros_that_the_compute_stream_still_writes(linked, monkeypatch):
     """torch.zeros is only enqueued when it returns: until then the arena holds what somebody else has left there."""
     options, cuda = linked()
     build = CudaLink.__call__
@@ -319,28 +242,6 @@ def test_a_closed_cache_gives_its_pinned_memory_back(linked):
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_kernel_that_cannot_be_compiled_is_done_without_and_said(linked, monkeypatch, works):
-    options, cuda = linked()
-
-    def fragments(copies, stream):
-        if not works:
-            raise RuntimeError("no compiler")
-        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
-
-    link = options["copy_engine"]
-    inside.use_fragments(link, lambda: fragments)
-    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
-    with KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options) as cache:
-        stats = cache.stats().link
-        assert (set(stats.kernel_fragment_bytes) == {"store", "load"}) is works
-        assert (
-            bool(stats.notes and "no kernel for small fragments: RuntimeError: no compiler" in stats.notes[-1])
-            is not works
-        )
-
-
-@pytest.mark.parametrize("works", [True, False])
 def test_checksums_whose_kernel_cannot_be_compiled_are_taken_by_torch_and_that_is_said(make_serving, linked, works):
     options, cuda = linked()
 
@@ -374,7 +275,7 @@ def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsy
 
 @pytest.mark.parametrize("what", ["__init__", "new_stream", "send"])
 def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatch, what):
-    """Its driver does not answer, its streams cannot be made, or its calibration fails."""
+    """Its driver does not answer, its streams cannot be made, or its measurement fails."""
     options, cuda = linked()
     threads = threading.active_count()
     monkeypatch.setattr(cuda_module.CudaRuntime, what, lambda *_: 1 / 0)
@@ -429,16 +330,11 @@ def test_torch_takes_the_checksums_that_the_cpu_takes(monkeypatch, size):
     assert np.flatnonzero(found != expected).tolist() == [2]
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_the_memory_of_an_engine_keeps_its_content_under_the_calibration(linked, kernel):
+def test_the_memory_of_an_engine_keeps_its_content_under_the_measurement(linked):
     """And nothing outside of it is read, such as a null block that its fragments do not have."""
     options, cuda = linked()
     memory = np.random.default_rng(0).integers(0, 256, 48 << 20, np.uint8)
     before, first, summed = memory.copy(), memory.ctypes.data, list[int]()
-
-    def fragments(copies, stream):
-        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
 
     def kernel_sums(addresses, block_bytes, device):
         summed.extend(addresses.tolist())
@@ -446,7 +342,6 @@ def test_the_memory_of_an_engine_keeps_its_content_under_the_calibration(linked,
 
     link = options["copy_engine"]
     inside.use_sums(link, FakeSums(cuda, kernel_sums))
-    inside.use_fragments(link, (lambda: fragments) if kernel else None)
     group = OutsideGroup("full", FullAttention(), 4, 1024, (Fragment(0, 4096, 4096), Fragment(4 << 20, 4096, 4096)))
     with HostTier([group], memory, "48MiB", copy_engine=link) as tier:
         assert np.array_equal(memory, before)
