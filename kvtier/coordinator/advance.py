@@ -19,7 +19,7 @@ from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, first_block, row_at
 from kvtier.gpu_pool.seals import seal_block
 from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.key_index import prefetch_slot
-from kvtier.pools.pool_state import Col
+from kvtier.pools.pool_state import Col, PoolArrays
 
 _BT, _KIND, _FULL, _DECODE = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Kind.FULL), int(Phase.DECODE)
 _BASE = int(Col.BASE)
@@ -49,9 +49,7 @@ def _is_eos(eos: Any, r: Any, token: Any) -> Any:
 
 @inlined
 def _chain_on(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
+    p: Any,
     geometry: Any,
     table: Any,
     span: Any,
@@ -81,24 +79,19 @@ def _chain_on(
             chain[r, 1] = high
             for g in range(len(geometry)):
                 if geometry[g, _KIND] == _FULL:
-                    prefetch_slot(meta, slots, g, high)
+                    prefetch_slot(p, g, high)
                     own = table[_U(row_at(geometry, g, r) + (end - 1) // geometry[g, _BT])]
-                    prefetch(blocks, _U(meta[g, _BASE] + own))
+                    prefetch(p.blocks, _U(p.meta[g, _BASE] + own))
         elif place == 0 and (end - 1) % hit_tokens == 0:
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
                     first = table[_U(row_at(geometry, g, r) + span[r, g, 0])]
-                    prefetch(blocks, _U(meta[g, _BASE] + first))
+                    prefetch(p.blocks, _U(p.meta[g, _BASE] + first))
 
 
 @inlined
 def _seal_full(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
+    p: Any,
     geometry: Any,
     table: Any,
     state: Any,
@@ -119,7 +112,7 @@ def _seal_full(
         bt = geometry[g, _BT]
         if geometry[g, _KIND] == _FULL and end % bt == 0:
             entry = row_at(geometry, g, r) + end // bt - 1
-            b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
+            b = seal_block(p, table, state, g, r, entry, low, high)
             if b != 0:
                 groups[n] = g
                 ids[n] = b
@@ -146,26 +139,14 @@ def _append(state: Any, eos: Any, generated: Any, r: Any, token: Any) -> Any:
 
 @inlined
 def _let_windows_go(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    superseded: Any,
-    hit_tokens: Any,
-    r: Any,
-    end: Any,
+    p: Any, geometry: Any, table: Any, span: Any, superseded: Any, hit_tokens: Any, r: Any, end: Any
 ) -> None:
     """Releases row r's blocks that no token from the last anchor before ``end`` on can see."""
     anchor = (end - 1) // hit_tokens * hit_tokens
     for g in range(len(geometry)):
         if geometry[g, _KIND] != _FULL:
             stop = first_block(geometry, g, anchor)
-            release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, g, r, stop)
+            release_span(p, geometry, table, span, superseded, g, r, stop)
 
 
 @jit
@@ -203,15 +184,14 @@ def advance(
     STOPPED, LENGTH). Full-attention blocks that decodes made findable become entries n, n + 1 ... of groups, ids and
     keys. Returns (number of these blocks, rows that have ended). The caller has sealed the blocks of prefills before.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     unit, at, num_ended = np.int64(tail.shape[1]), 0, 0
-    _chain_on(meta, blocks, slots, geometry, table, span, state, chain, tail, secret, hit_tokens, rows, ends)
+    _chain_on(p, geometry, table, span, state, chain, tail, secret, hit_tokens, rows, ends)
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
         prefills, place = state[r, _PHASE] != _DECODE, _modulo(end - 1, unit)
         if place == unit - 1 and not prefills and state[r, _PUBLISH] != 0:
-            n = _seal_full(
-                meta, blocks, slots, ring, empties, slabs, geometry, table, state, chain, r, end, n, groups, ids, keys
-            )
+            n = _seal_full(p, geometry, table, state, chain, r, end, n, groups, ids, keys)
         state[r, _COMPUTED] = end
         ended[k] = GOES_ON
         if at < len(sample) and sample[at] == k:
@@ -221,7 +201,5 @@ def advance(
                 ended[k] = _append(state, eos, generated, r, token)
                 num_ended += ended[k] != GOES_ON
         if prefills or (place == 0 and (end - 1) % hit_tokens == 0):  # else nothing has left a window since last time
-            _let_windows_go(
-                meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, hit_tokens, r, end
-            )
+            _let_windows_go(p, geometry, table, span, superseded, hit_tokens, r, end)
     return n, num_ended

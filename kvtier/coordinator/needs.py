@@ -36,7 +36,7 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
 
 
 @inlined
-def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
+def drop(p: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
     """Counts row r's blocks of group g as given up. Returns (blocks without another holder, the part of them free
     then).
 
@@ -44,7 +44,7 @@ def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r
     """
     at, alone, free = row_at(geometry, g, r), np.int64(0), np.int64(0)
     for j in range(span[r, g, 0], span[r, g, 1]):
-        block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+        block = p.blocks[_U(p.meta[g, _BASE] + table[_U(at + j)])]
         block.refs -= 1
         alone += block.refs == 0 or block.mark == _PENDING
         free += block.refs == 0 and block.fence >= 0
@@ -52,11 +52,11 @@ def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r
 
 
 @inlined
-def undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
+def undrop(p: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
     """Takes a ``drop`` back. Returns by how many fewer blocks the remaining drops free."""
     at, free = row_at(geometry, g, r), np.int64(0)
     for j in range(span[r, g, 0], span[r, g, 1]):
-        block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+        block = p.blocks[_U(p.meta[g, _BASE] + table[_U(at + j)])]
         free += block.refs == 0 and block.fence >= 0
         block.refs += 1
     return free
@@ -74,20 +74,20 @@ def promised(p: Any, t: Any, among: Any, total: Any) -> None:
     A block shared with another row is not freed when this row's window or chunk moves on. So it counts as still to be
     taken. A block that only such rows hold is counted as held by one of them.
     """
-    meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
+    geometry, table, span, state = t.geometry, t.table, t.span, t.state
     total[:] = 0
     for r in range(len(among)):
         if among[r] and _knows_more(state, r):
             for g in range(len(geometry)):
                 own = np.int64(span[r, g, 1]) - span[r, g, 0]
                 if geometry[g, _KIND] != _FULL:
-                    own, _ = drop(meta, blocks, geometry, table, span, g, r)
+                    own, _ = drop(p, geometry, table, span, g, r)
                 total[g] += max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - own)
     for r in range(len(among)):
         if among[r] and _knows_more(state, r):
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
-                    undrop(meta, blocks, geometry, table, span, g, r)
+                    undrop(p, geometry, table, span, g, r)
 
 
 @jit

@@ -19,7 +19,7 @@ from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.exchange import provide
 from kvtier.pools.pool_loops import make_empty
-from kvtier.pools.pool_state import Col
+from kvtier.pools.pool_state import Col, PoolArrays
 from kvtier.pools.slab_loops import fits, live
 
 _BT, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.WIDTH)
@@ -130,32 +130,16 @@ def plan_rows(
 
 
 @inlined
-def _extend(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    rows: Any,
-    ends: Any,
-    n: Any,
-    need: Any,
-) -> None:
+def _extend(p: Any, geometry: Any, table: Any, span: Any, rows: Any, ends: Any, n: Any, need: Any) -> None:
     for g in range(len(geometry)):
         if need[g] == 0:
             continue
-        make_empty(meta, blocks, slots, ring, empties, slabs, g, need[g])
+        make_empty(p, g, need[g])
         bt = geometry[g, _BT]
         for k in range(n):
             r = np.int64(rows[k])
             if span[r, g, 1] * bt < ends[k]:
-                extend_group(
-                    meta, blocks, empties, slabs, geometry, table, span, g, r, num_blocks(geometry, g, ends[k])
-                )
+                extend_group(p, geometry, table, span, g, r, num_blocks(geometry, g, ends[k]))
 
 
 @jit
@@ -197,6 +181,7 @@ def plan_running(
     it cannot even compute one token; need[G] includes its need. Blocks are not taken if blocks must be moved or are
     still fenced, or if the tables are too narrow. With ``spare_cached`` they are not taken if they are cached.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for g in range(len(meta)):
         used[g] = live(meta, g)
     n, tokens, short = plan_rows(
@@ -211,7 +196,7 @@ def plan_running(
     if ready and not at_hand:
         ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)
     if ready:
-        _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, n, need)
+        _extend(p, geometry, table, span, rows, ends, n, need)
         for k in range(n):
             skip[rows[k]] = 1
     return n, tokens, short, ready
@@ -234,7 +219,8 @@ def extend_rows(
     need: Any,
 ) -> None:
     """Takes the planned blocks of all entries; need[G] is their number."""
-    _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, len(rows), need)
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    _extend(p, geometry, table, span, rows, ends, len(rows), need)
     for k in range(len(rows)):
         skip[rows[k]] = 1
 

@@ -32,7 +32,7 @@ from kvtier.machine.loops import aligned
 from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, take
-from kvtier.pools.pool_state import Col
+from kvtier.pools.pool_state import Col, PoolArrays
 
 _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
 _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)
@@ -43,25 +43,14 @@ FIRST_UNITS, FIRST_SAMPLED = 64, 64
 
 
 @inlined
-def extend_group(
-    meta: Any,
-    blocks: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    g: Any,
-    r: Any,
-    want: Any,
-) -> None:
+def extend_group(p: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any, want: Any) -> None:
     """Row r takes the blocks of group g that it lacks to have ``want``; ``make_empty`` has been called."""
     held = np.int64(span[r, g, 1])
     if want > held:
         at, near = row_at(geometry, g, r) + held, np.int64(-1)
-        if meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
-            near = np.int64(blocks[_U(meta[g, _BASE] + table[_U(at - 1)])].slab)
-        take(meta, blocks, empties, slabs, g, table, at, want - held, near)
+        if p.meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
+            near = np.int64(p.blocks[_U(p.meta[g, _BASE] + table[_U(at - 1)])].slab)
+        take(p, g, table, at, want - held, near)
         span[r, g, 1] = want
 
 
@@ -80,28 +69,15 @@ def extend_row(
     end: Any,
 ) -> None:
     """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for g in range(len(geometry)):
         want = num_blocks(geometry, g, end)
-        make_empty(meta, blocks, slots, ring, empties, slabs, g, want - span[r, g, 1])
-        extend_group(meta, blocks, empties, slabs, geometry, table, span, g, r, want)
+        make_empty(p, g, want - span[r, g, 1])
+        extend_group(p, geometry, table, span, g, r, want)
 
 
 @inlined
-def release_span(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    superseded: Any,
-    g: Any,
-    r: Any,
-    stop: Any,
-) -> Any:
+def release_span(p: Any, geometry: Any, table: Any, span: Any, superseded: Any, g: Any, r: Any, stop: Any) -> Any:
     """Releases row r's blocks of group g before logical block ``stop``; returns their number.
 
     Content in ``superseded``, which only this row is known to have wanted, is given up first.
@@ -113,7 +89,7 @@ def release_span(
     for piece in range(3):  # before it, within, after it
         stop = min(end, superseded[r, piece] // bt) if piece < 2 else end
         if stop > j:
-            release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + j, stop - j, piece == 1)
+            release_run(p, g, table, at + j, stop - j, piece == 1)
             j = stop
     span[r, g, 0] = end
     return end - first
@@ -125,9 +101,7 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     released = 0
     for g in range(len(t.geometry)):
         stop = first_block(t.geometry, g, position)
-        released += release_span(
-            p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs, t.geometry, t.table, t.span, t.superseded, g, r, stop
-        )
+        released += release_span(p, t.geometry, t.table, t.span, t.superseded, g, r, stop)
     return released
 
 
@@ -146,11 +120,12 @@ def release_row(
     r: Any,
 ) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row."""
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for g in range(len(geometry)):
         at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
-            release(meta, blocks, slots, ring, empties, slabs, g, np.int64(table[_U(at + j)]), False)
+            release(p, g, np.int64(table[_U(at + j)]), False)
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0

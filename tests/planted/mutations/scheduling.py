@@ -48,8 +48,8 @@ MUTATIONS = (
         "core/coordinator/scheduler",
         (
             "promised",
-            "own, _ = drop(meta, blocks, geometry, table, span, g, r)",
-            "drop(meta, blocks, geometry, table, span, g, r)",
+            "own, _ = drop(p, geometry, table, span, g, r)",
+            "drop(p, geometry, table, span, g, r)",
         ),
     ),
     mutation(
