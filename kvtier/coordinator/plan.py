@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier.coordinator.chunk import SHORT, lacks, longest_chunk, unmissed
 from kvtier.gpu_pool.block_table import extend_group
-from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
+from kvtier.gpu_pool.row_state import Geo, Phase, RowArrays, RowCol, num_blocks
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.exchange import provide
 from kvtier.pools.pool_loops import make_empty
@@ -130,7 +130,8 @@ def plan_rows(
 
 
 @inlined
-def _extend(p: Any, geometry: Any, table: Any, span: Any, rows: Any, ends: Any, n: Any, need: Any) -> None:
+def _extend(p: Any, t: Any, rows: Any, ends: Any, n: Any, need: Any) -> None:
+    geometry, span = t.geometry, t.span
     for g in range(len(geometry)):
         if need[g] == 0:
             continue
@@ -139,32 +140,15 @@ def _extend(p: Any, geometry: Any, table: Any, span: Any, rows: Any, ends: Any, 
         for k in range(n):
             r = np.int64(rows[k])
             if span[r, g, 1] * bt < ends[k]:
-                extend_group(p, geometry, table, span, g, r, num_blocks(geometry, g, ends[k]))
+                extend_group(p, t, g, r, num_blocks(geometry, g, ends[k]))
 
 
 @jit
 def plan_running(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    order: Any,
-    skip: Any,
-    budget: Any,
-    before: Any,
-    spare_cached: Any,
-    rows: Any,
-    ends: Any,
-    used: Any,
-    need: Any,
-    later: Any,
-    total: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    order: Any, skip: Any, budget: Any, before: Any, spare_cached: Any, rows: Any, ends: Any,
+    used: Any, need: Any, later: Any, total: Any,
 ) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
@@ -182,6 +166,7 @@ def plan_running(
     still fenced, or if the tables are too narrow. With ``spare_cached`` they are not taken if they are cached.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     for g in range(len(meta)):
         used[g] = live(meta, g)
     n, tokens, short = plan_rows(
@@ -196,7 +181,7 @@ def plan_running(
     if ready and not at_hand:
         ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)
     if ready:
-        _extend(p, geometry, table, span, rows, ends, n, need)
+        _extend(p, t, rows, ends, n, need)
         for k in range(n):
             skip[rows[k]] = 1
     return n, tokens, short, ready
@@ -204,23 +189,14 @@ def plan_running(
 
 @jit
 def extend_rows(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    skip: Any,
-    rows: Any,
-    ends: Any,
-    need: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    skip: Any, rows: Any, ends: Any, need: Any,
 ) -> None:
     """Takes the planned blocks of all entries; need[G] is their number."""
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
-    _extend(p, geometry, table, span, rows, ends, len(rows), need)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
+    _extend(p, t, rows, ends, len(rows), need)
     for k in range(len(rows)):
         skip[rows[k]] = 1
 
