@@ -31,12 +31,12 @@ _U = np.uint64
 
 
 @inlined
-def _look_over(geometry: Any, span: Any, state: Any, order: Any, skip: Any, used: Any, later: Any, total: Any) -> Any:
+def _look_over(t: Any, order: Any, skip: Any, used: Any, later: Any, total: Any) -> Any:
     """Counts the rows that may compute in this step: (decodes, FRESH rows, prefills).
 
     Writes later[G], the blocks that they lack for one token each, and total[G], the used[G] blocks and these.
     """
-    decodes, fresh, prefills = 0, 0, 0
+    state, decodes, fresh, prefills = t.state, 0, 0, 0
     later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
@@ -45,9 +45,9 @@ def _look_over(geometry: Any, span: Any, state: Any, order: Any, skip: Any, used
         decodes += state[r, _PHASE] == _DECODE
         fresh += state[r, _PHASE] == _FRESH
         prefills += state[r, _PHASE] == _PREFILL
-        for g in range(len(geometry)):
-            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
-    for g in range(len(geometry)):
+        for g in range(len(later)):
+            later[g] += lacks(t, g, r, state[r, _COMPUTED] + 1)
+    for g in range(len(later)):
         total[g] = used[g] + later[g]
     return decodes, fresh, prefills
 
@@ -69,34 +69,21 @@ def _plan_decodes(state: Any, order: Any, skip: Any, later: Any, rows: Any, ends
 
 @jit
 def plan_rows(
-    meta: Any,
-    slabs: Any,
-    geometry: Any,
-    span: Any,
-    state: Any,
-    used: Any,
-    order: Any,
-    skip: Any,
-    budget: Any,
-    before: Any,
-    rows: Any,
-    ends: Any,
-    need: Any,
-    later: Any,
-    total: Any,
+    p: Any, t: Any, used: Any, order: Any, skip: Any, budget: Any, before: Any,
+    rows: Any, ends: Any, need: Any, later: Any, total: Any,
 ) -> Any:
     """``plan_running`` of the rows ``order`` beside used[G] blocks that others have or are promised; takes none.
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
-    groups, num_slabs = len(geometry), len(slabs)
-    decodes, fresh, prefills = _look_over(geometry, span, state, order, skip, used, later, total)
-    if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # most steps
+    state, groups = t.state, len(t.geometry)
+    decodes, fresh, prefills = _look_over(t, order, skip, used, later, total)
+    if fresh + prefills == 0 and decodes <= budget and fits(p.meta, len(p.slabs), total):  # most steps
         n = _plan_decodes(state, order, skip, later, rows, ends, need)
         return n, np.int64(n), -1
     n, tokens = 0, np.int64(0)
     need[:] = 0
-    free = unmissed(meta, slabs, geometry) if before + budget > SHORT else 0.0
+    free = unmissed(p, t) if before + budget > SHORT else 0.0
     for i in range(len(order)):
         r = np.int64(order[i])
         phase = state[r, _PHASE]
@@ -106,21 +93,21 @@ def plan_rows(
         decodes -= phase == _DECODE
         fresh -= phase == _FRESH
         for g in range(groups):
-            later[g] -= lacks(geometry, span, g, r, start + 1)
+            later[g] -= lacks(t, g, r, start + 1)
         spare = left - fresh - decodes
         if left <= (0 if phase == _FRESH else fresh) or (phase == _PREFILL and spare <= 0 and before + tokens > n):
             continue
         for g in range(groups):
             total[g] = used[g] + need[g] + later[g]
         most = min(known, start + max(np.int64(1), spare))
-        end = longest_chunk(meta, num_slabs, geometry, span, r, start, most, before + tokens - n, need, free, total)
+        end = longest_chunk(p, t, r, start, most, before + tokens - n, need, free, total)
         takes = False
         for g in range(groups):
-            more = lacks(geometry, span, g, r, end)
+            more = lacks(t, g, r, end)
             takes |= more > 0
             need[g] += more
             total[g] = used[g] + need[g]
-        if end == start + 1 and takes and not fits(meta, num_slabs, total):
+        if end == start + 1 and takes and not fits(p.meta, len(p.slabs), total):
             return n, tokens, i
         rows[n] = r
         ends[n] = end
@@ -169,9 +156,7 @@ def plan_running(
     t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     for g in range(len(meta)):
         used[g] = live(meta, g)
-    n, tokens, short = plan_rows(
-        meta, slabs, geometry, span, state, used, order, skip, budget, before, rows, ends, need, later, total
-    )
+    n, tokens, short = plan_rows(p, t, used, order, skip, budget, before, rows, ends, need, later, total)
     ready, at_hand, longest = short < 0, True, np.int64(0)
     for k in range(n):
         longest = max(longest, ends[k])

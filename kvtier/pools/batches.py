@@ -96,16 +96,8 @@ def fence_batch(
 
 @jit
 def unfence_batch(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    groups: Any,
-    ids: Any,
-    ticket: Any,
-    cold: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    groups: Any, ids: Any, ticket: Any, cold: Any,
 ) -> None:
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for k in range(len(groups) - 1, -1, -1):
@@ -166,18 +158,8 @@ def _lacks(p: Any, device_meta: Any, device_blocks: Any, g: Any, b: Any, low: An
 
 @jit
 def count_stores(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    device_meta: Any,
-    device_blocks: Any,
-    groups: Any,
-    ids: Any,
-    keys: Any,
-    wanted: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    device_meta: Any, device_blocks: Any, groups: Any, ids: Any, keys: Any, wanted: Any,
 ) -> None:
     """Counts to wanted[G] the blocks that ``take_for_stores`` would choose if there was room."""
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
@@ -189,22 +171,9 @@ def count_stores(
 
 @jit
 def take_for_stores(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    device_meta: Any,
-    device_blocks: Any,
-    groups: Any,
-    ids: Any,
-    keys: Any,
-    room: Any,
-    of: Any,
-    device: Any,
-    host: Any,
-    named: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    device_meta: Any, device_blocks: Any, groups: Any, ids: Any, keys: Any, room: Any,
+    of: Any, device: Any, host: Any, named: Any,
 ) -> Any:
     """Which findable device blocks to store: no store reads them yet, and the host lacks their keys.
 
