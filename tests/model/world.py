@@ -581,17 +581,17 @@ class World:
             assert n > 0, name
 
     def _check_store_waits(self, begun_s: float) -> bool:
-        """Whether somebody waits for the store; the first who waits does not if the answer's time, or the fetch's, was
-        over as the step began. (Time passes in a step that waits for copies.)"""
+        """Whether somebody waits for the remote tier; the first who waits does not if the answer's time, or the
+        fetch's, was over as the step began. (Time passes in a step that waits for copies.)"""
         coordinator = self.cache.core.coordinator
         if coordinator.remote is None:
             return False
         until = {move.ticket: move.deadline_s for move in coordinator.remote.moves()}
-        found = [seq for seq in self.scheduler.waiting if "the store" in seq.wait_reason]
+        found = [seq for seq in self.scheduler.waiting if "the remote tier" in seq.wait_reason]
         for seq in (seq for seq in found if seq is self.scheduler.waiting[0]):  # a step may end before it meets others
             looks = seq.seek.state is SeekState.LOOKING
             at = seq.seek.until_s if looks else until[seq.seek.ticket]
-            assert begun_s <= at, f"{seq.request.request_id} still waits for the store, {begun_s - at} s after its time"
+            assert begun_s <= at, f"{seq.request.request_id} still waits, {begun_s - at} s after its time"
             assert at - self._now() <= (UNKNOWN_S if looks else self.config.deadline_s) + 1e-6, seq
         return bool(found)
 
