@@ -114,8 +114,8 @@ MUTATIONS = (
         "core/cpu_offload/connector model/streams",
         (
             "take_for_stores",
-            "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _PENDING)",
-            "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _READY)",
+            "publish(p, of[i], host[i], named[i, 0], named[i, 1], _PENDING)",
+            "publish(p, of[i], host[i], named[i, 0], named[i, 1], _READY)",
         ),
     ),
     mutation(

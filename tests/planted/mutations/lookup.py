@@ -24,7 +24,7 @@ MUTATIONS = (
         "I13 I17",
         "a block that a load still writes is hit",
         "regressions/g_matched_host_blocks_stay core/cpu_offload/connector",
-        ("_probe", "b != 0 and blocks[_U(meta[g, _BASE] + b)].mark == _PENDING", "False"),
+        ("_probe", "b != 0 and d.blocks[_U(d.meta[g, _BASE] + b)].mark == _PENDING", "False"),
     ),
     mutation(
         "window_off_by_one",

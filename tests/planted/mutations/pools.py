@@ -100,7 +100,7 @@ MUTATIONS = (
         "I2",
         "a row uses a block that it does not hold",
         "field/a_accounting regressions/e_identical_prompts",
-        ("seal_block", "acquire(meta, blocks, ring, slabs, g, twin)", "pass"),
+        ("seal_block", "acquire(p, g, twin)", "pass"),
     ),
     mutation(
         "pending_twin_is_taken",
@@ -109,8 +109,8 @@ MUTATIONS = (
         "core/coordinator/lifecycle core/cpu_offload/connector field/a_accounting",
         (
             "seal_block",
-            "twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE",
-            "twin != own and blocks[_U(base + own)].mark == _NONE",
+            "twin != own and p.blocks[_U(base + twin)].mark == _READY and p.blocks[_U(base + own)].mark == _NONE",
+            "twin != own and p.blocks[_U(base + own)].mark == _NONE",
         ),
     ),
     mutation(

@@ -48,8 +48,8 @@ MUTATIONS = (
         "core/coordinator/service_order",
         (
             "promised",
-            "own, _ = drop(meta, blocks, geometry, table, span, g, r)",
-            "drop(meta, blocks, geometry, table, span, g, r)",
+            "own, _ = drop(p, t, g, r)",
+            "drop(p, t, g, r)",
         ),
     ),
     mutation(
@@ -132,7 +132,7 @@ MUTATIONS = (
         "core/coordinator/service_order regressions/b_all_groups_or_none",
         (
             "plan_rows",
-            "fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total)",
+            "fresh + prefills == 0 and decodes <= budget and fits(p.meta, len(p.slabs), total)",
             "fresh + prefills == 0 and decodes <= budget",
         ),
         hangs=True,

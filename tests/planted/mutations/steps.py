@@ -59,7 +59,7 @@ MUTATIONS = (
         "I15",
         "an exported row still names the block that a twin has replaced",
         "core/pools/block_pool",
-        ("seal_block", "state[r, _VERSION] += 1", "pass"),
+        ("seal_block", "t.state[r, _VERSION] += 1", "pass"),
     ),
     mutation(
         "seen_row_not_noted",
