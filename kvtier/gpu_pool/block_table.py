@@ -101,8 +101,7 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
 @jit
 def release_row(
     meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
-    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
-    r: Any,
+    geometry: Any, table: Any, span: Any, state: Any, r: Any,
 ) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row."""
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
@@ -236,7 +235,8 @@ class BlockTables:
 
     def clear(self, r: int) -> None:
         """Releases all of row r and frees it."""
-        release_row(*self.pools.arrays, *self.arrays, r)
+        t = self.arrays
+        release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, r)
 
     def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> None:
         """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``."""
