@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.inbox import Inbox
     from kvtier.coordinator.match import Matcher
     from kvtier.coordinator.request import FinishReason
-    from kvtier.coordinator.retention import Wanted
+    from kvtier.coordinator.boundaries import Boundaries
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
@@ -135,14 +135,14 @@ def stores(of: Whole) -> StorePolicy:
     return coordinator(of)._stores
 
 
-def wanted_keys(wanted: Wanted) -> set[bytes]:
+def wanted_keys(boundaries: Boundaries) -> set[bytes]:
     """Boundaries that somebody has wanted."""
-    return set(wanted._seen)
+    return set(boundaries._wanted)
 
 
-def wanted(of: Whole) -> Wanted:
-    """What remembers which boundaries somebody has wanted."""
-    return coordinator(of).retention._wanted
+def boundaries(of: Whole) -> Boundaries:
+    """What remembers where prompts were found again."""
+    return coordinator(of).retention.boundaries
 
 
 def laundered(of: Whole) -> np.ndarray:

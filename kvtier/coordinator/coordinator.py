@@ -297,7 +297,7 @@ class Coordinator:
             self.retention.cool_in_host(seq)
             self._offer(seq, self.retention.last_boundaries(int(t.computed[row])))
             if self.remote is not None and seq.went_on_from:
-                self.remote.supersede(seq.keys, seq.went_on_from, self.retention.is_wanted)
+                self.remote.supersede(seq.keys, seq.went_on_from, self.retention.boundaries.is_wanted)
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.boundaries import Boundaries
 from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.match import Matcher
-from kvtier.coordinator.retention import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -71,7 +71,7 @@ class HostParts:
     connector: Connector
     stores: StorePolicy
     matcher: Matcher
-    wanted: Wanted = field(default_factory=Wanted)
+    boundaries: Boundaries = field(default_factory=Boundaries)
     loads: dict[int, bool] = field(default_factory=dict)
     """By ticket: whether its end was reported, and only its release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
