@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pytest
 
     from kvtier import CacheManager, HostTier, Scheduler
+    from kvtier.coordinator.boundaries import Boundaries
     from kvtier.coordinator.compactor import Compactor
     from kvtier.coordinator.coordinator import Coordinator
     from kvtier.coordinator.core import Core
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kvtier.coordinator.inbox import Inbox
     from kvtier.coordinator.match import Matcher
     from kvtier.coordinator.request import FinishReason
-    from kvtier.coordinator.boundaries import Boundaries
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
