@@ -195,8 +195,8 @@ def make_serving(make_cache: Factory) -> Factory:
         **options: Any,
     ) -> Serving:
         if hold is not None:
-            moves = options.get("device") != "meta"
-            options["copy_engine"] = lambda memory: HeldEngine(memory if moves else None, hold)
+            has_bytes = options.get("device") != "meta"
+            options["copy_engine"] = lambda memory: HeldEngine(memory, hold, has_bytes=has_bytes)
         return Serving(make_cache(groups, blocks, host, **options), **(scheduler or {}))
 
     return make

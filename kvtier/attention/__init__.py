@@ -1,1 +1,1 @@
-"""Paged attention over the pools: ``reference``, in plain torch, for any device."""
+"""Paged attention over the pools: ``reference`` in plain torch, for any device; ``flashinfer`` for GPUs."""

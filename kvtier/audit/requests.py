@@ -141,7 +141,7 @@ def _audit_awaited(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation
         yield Violation("I30", f"{seq.request!r} waits until more transfers have ended than have")
     elif settled == ledger.num_settled and ledger.num_live:
         found = [t for t in ledger.live() if t.state is not TransferState.EXPIRED and ledger.is_current(t)]
-        remote = coordinator.remote
+        remote = coordinator.door.remote
         fetched = [m.keys for m in remote.moves() if remote.is_live(m.ticket)] if remote is not None else []
         own = {key.tobytes() for key in seq.keys}
         if not any(key.tobytes() in own for keys in [*(t.keys for t in found), *fetched] for key in keys):

@@ -101,7 +101,7 @@ def audit_quiet(
     """Once all requests are gone and all copies have ended, nothing is held."""
     if transfers or driver.roster.running or driver.roster.waiting or driver.num_arrived:
         return
-    if coordinator.remote is not None and coordinator.remote.moves():
+    if (remote := coordinator.door.remote) is not None and remote.moves():
         return
     for tier, pools in (("device", coordinator.pools), ("host", host)):
         if pools is not None and (pools.held.any() or pools.column(Col.FENCED).any()):

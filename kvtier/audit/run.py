@@ -86,7 +86,7 @@ def audit(core: Core) -> list[Violation]:
         lambda: rows.audit_rows(coordinator),
     ]
     if host is not None:
-        remote = RemoteMoves(host, coordinator.remote)
+        remote = RemoteMoves(host, coordinator.door.remote)
         parts += [
             lambda: audit_pools(host, moves.host_owners(host, copies(), remote.owners), _stats(core, host.pools)),
             lambda: moves.audit_fences(host, None),
@@ -131,8 +131,7 @@ def check_counts(core: Core) -> list[Violation]:
         free = driver.roster.num_free_rows
         if free + running != coordinator.tables.num_rows:
             found.append(Violation("I2", f"{running} run and {free} of {coordinator.tables.num_rows} rows are free"))
-        under_way, unreported = coordinator.connector.ledger.num_progressing, len(reports.pending)
-        under_way += 0 if coordinator.remote is None else coordinator.remote.num_progressing
+        under_way, unreported = coordinator.door.num_copies, len(reports.pending)
         if (running or waiting or under_way or unreported or driver.step) and not driver.has_work():
             left = (
                 f"{running} run, {waiting} wait, {unreported} are to be reported, {under_way} transfers are under way"

@@ -19,9 +19,8 @@ from kvtier.coordinator.core import Core
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.tracked import Wait
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.device_side import PooledDevice
 from kvtier.cpu_offload.engines import CopyEngine, EngineFactory
-from kvtier.cpu_offload.engines.by_name import MakesEngine, as_made
+from kvtier.cpu_offload.engines.by_name import MakesEngine
 from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.memory_guard import MemoryGuard
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -39,7 +38,6 @@ from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.backends.contract import Backend
-from kvtier.remote.estimate import Estimate
 from kvtier.remote.opening import open_remote, remote_namespace
 
 if TYPE_CHECKING:
@@ -156,9 +154,9 @@ class KVCache:
         return self._guard.build_engine(self, memory)
 
     def _open_books(self, engine: CopyEngine | None, deadline_s: float, chain: KeyChain, store: str) -> None:
-        device, sizes = PooledDevice(self._pools), self._arena.block_bytes
         news = CopyNews(self.journal, self.spec.names)
-        self._connector = Connector(device, self._host, engine, sizes, deadline_s, news)
+        pools = self._pools, self._pools, self._host
+        self._connector = Connector(*pools, engine, self._arena.block_bytes, deadline_s, news)
         move = self._arena.move if engine is None else engine.move
         books = self._pools, self._host, self._connector
         self._coordinator = Coordinator(self.spec, *books, chain, store, move, self.journal)
@@ -168,7 +166,7 @@ class KVCache:
         self.remote_namespace = remote_namespace(chain, self.spec, secret)
         remote = open_remote(uri, chain, secret, self.spec, self._host, self._memory, self._connector, deadline_s)
         self._guard.also(self, remote.close)
-        self._coordinator.use_remote(remote)
+        self._coordinator.door.open(remote)
 
     # --- for the engine ---------------------------------------------------------------------------
 
@@ -229,7 +227,7 @@ class KVCache:
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
             link=None if self._connector.engine is None else self._connector.engine.link_stats(),
-            remote=None if self._coordinator.remote is None else self._coordinator.remote.stats(),
+            remote=None if (remote := self._coordinator.door.remote) is None else remote.stats(),
             warmup_s=self.warmup_s,
         )
 
@@ -270,29 +268,26 @@ class KVCache:
     def copy_engine(self) -> Any:
         """The object that moves bytes between the tiers, as the option ``copy_engine`` made it; None without a host
         tier."""
-        return as_made(self._connector.engine)
+        return self._connector.engine
 
     @property
     def has_remote(self) -> bool:
         """Whether there is a remote tier."""
-        return self._coordinator.remote is not None
+        return self._coordinator.door.remote is not None
 
     def flush_remote(self) -> None:
-        """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
+        """Spills everything that still waits for eviction (``spill=eviction``). Call it before the process ends.
 
-        Call it from the scheduling thread, and go on with ``schedule`` or ``poll`` until ``has_work`` is False.
+        It is a call of the scheduling thread; go on with ``schedule`` or ``poll`` until ``has_work`` is False.
         """
-        if self._coordinator.remote is not None:
-            self._coordinator.remote.flush()
+        self._coordinator.door.flush()
 
     def estimate_compute(self, seconds: Callable[[int, int], float | None]) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
         What takes longer to fetch from the remote is computed. Raises ``ConfigError`` for what is no function.
         """
-        estimate = Estimate(seconds)
-        if self._coordinator.seeker is not None:
-            self._coordinator.seeker.compute_s = estimate
+        self._coordinator.door.estimate(seconds)
 
     def quiesce(self, timeout_s: float) -> bool:
         """Waits until no copy is under way on the device, as graph captures demand; False if the time is over."""

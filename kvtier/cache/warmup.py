@@ -66,7 +66,7 @@ def warm_up() -> WarmUp:
     global _done, _running
     with _lock:
         if _done is None and _running:
-            return WarmUp(0.0, 0, 0, None, "", "")  # the toy caches come by here again
+            return WarmUp(0.0, 0, 0, None, "", "")  # re-entered by the warm-up's own caches
         if _done is None:
             _running = True
             try:

@@ -1,1 +1,1 @@
-"""Decisions over all groups and both tiers: cached prefixes, the distribution of blocks, and the next step."""
+"""Requests over all groups and tiers: cached prefixes, who gets blocks, what stays warm, and the next step."""

@@ -49,7 +49,7 @@ class Admission:
         self._pools = coordinator.pools
         self._connector, self._transfers = coordinator.connector, coordinator.connector.ledger
         self._journal = coordinator.journal
-        self._seeker = coordinator.seeker
+        self._door = coordinator.door
         self._roster = roster
         self._preempt = preempt
         self._finish = finish
@@ -72,7 +72,7 @@ class Admission:
         for seq in candidates:
             if seq.row >= 0 or self._waits(seq):
                 continue
-            if self._seeker is not None and self._seeker.is_waiting(seq):
+            if self._door.remote is not None and self._door.is_waiting(seq):
                 self._wait(seq, Wait.TRANSFER, _of_remote(seq))
                 continue
             if self._left(seq, entries) <= 0:
@@ -238,12 +238,11 @@ class Admission:
         All decodes keep the blocks for one token each.
         """
         coordinator, (rows, ends) = self._coordinator, entries.rest()
-        t, p, order = coordinator.tables.arrays, self._pools.arrays, np.array([seq.row], np.int32)
+        p, t, order = self._pools.arrays, coordinator.tables.arrays, np.array([seq.row], np.int32)
         unplaced = self._roster.rows()[self._unplaced(entries)]
         used = self._pools.live + promised + self._room.next_blocks(unplaced)
         need, later, total = np.empty((3, len(used)), np.int64)
-        arrays = p.meta, p.slabs, t.geometry, t.span, t.state
-        plan_rows(*arrays, used, order, entries.placed, budget, entries.chunk_tokens, rows, ends, need, later, total)
+        plan_rows(p, t, used, order, entries.placed, budget, entries.chunk_tokens, rows, ends, need, later, total)
         if not self._room.make_clean(need):
             ends[0] = t.computed[seq.row] + 1  # the block for this was taken by the admission
         coordinator.tables.extend(seq.row, int(ends[0]))

@@ -15,11 +15,11 @@ import numpy as np
 from kvtier.geometry.keys import sip_link
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import release_span
-from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, first_block, row_at
+from kvtier.gpu_pool.row_state import Geo, Phase, RowArrays, RowCol, first_block, row_at
 from kvtier.gpu_pool.seals import seal_block
 from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.key_index import prefetch_slot
-from kvtier.pools.pool_state import Col
+from kvtier.pools.pool_state import Col, PoolArrays
 
 _BT, _KIND, _FULL, _DECODE = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Kind.FULL), int(Phase.DECODE)
 _BASE = int(Col.BASE)
@@ -48,78 +48,47 @@ def _is_eos(eos: Any, r: Any, token: Any) -> Any:
 
 
 @inlined
-def _chain_on(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    chain: Any,
-    tail: Any,
-    secret: Any,
-    hit_tokens: Any,
-    rows: Any,
-    ends: Any,
-) -> None:
+def _chain_on(p: Any, t: Any, secret: Any, hit_tokens: Any, rows: Any, ends: Any) -> None:
     """Adds the tokens that decodes have computed to their key chains.
 
     Prefetches the cache lines of the blocks that are named or let go next, one row in sixteen, so that cache misses
     overlap.
     """
-    unit = np.int64(tail.shape[1])
+    geometry, chain, tail, unit = t.geometry, t.chain, t.tail, np.int64(t.tail.shape[1])
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
-        if state[r, _PHASE] != _DECODE:
+        if t.state[r, _PHASE] != _DECODE:
             continue
         place = _modulo(end - 1, unit)
-        tail[r, place] = state[r, _LAST]
+        tail[r, place] = t.state[r, _LAST]
         if place == unit - 1:
             low, high = sip_link(secret, chain[r, 0], chain[r, 1], tail[r], 0, unit)
             chain[r, 0] = low
             chain[r, 1] = high
             for g in range(len(geometry)):
                 if geometry[g, _KIND] == _FULL:
-                    prefetch_slot(meta, slots, g, high)
-                    own = table[_U(row_at(geometry, g, r) + (end - 1) // geometry[g, _BT])]
-                    prefetch(blocks, _U(meta[g, _BASE] + own))
+                    prefetch_slot(p, g, high)
+                    own = t.table[_U(row_at(geometry, g, r) + (end - 1) // geometry[g, _BT])]
+                    prefetch(p.blocks, _U(p.meta[g, _BASE] + own))
         elif place == 0 and (end - 1) % hit_tokens == 0:
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
-                    first = table[_U(row_at(geometry, g, r) + span[r, g, 0])]
-                    prefetch(blocks, _U(meta[g, _BASE] + first))
+                    first = t.table[_U(row_at(geometry, g, r) + t.span[r, g, 0])]
+                    prefetch(p.blocks, _U(p.meta[g, _BASE] + first))
 
 
 @inlined
-def _seal_full(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    state: Any,
-    chain: Any,
-    r: Any,
-    end: Any,
-    n: Any,
-    groups: Any,
-    ids: Any,
-    keys: Any,
-) -> Any:
+def _seal_full(p: Any, t: Any, r: Any, end: Any, n: Any, groups: Any, ids: Any, keys: Any) -> Any:
     """Seals row r's full-attention blocks that end at ``end``; enters those that it made findable from ``n`` on.
 
     Returns the next free entry of groups, ids and keys.
     """
-    low, high = chain[r, 0], chain[r, 1]
+    geometry, low, high = t.geometry, t.chain[r, 0], t.chain[r, 1]
     for g in range(len(geometry)):
         bt = geometry[g, _BT]
         if geometry[g, _KIND] == _FULL and end % bt == 0:
             entry = row_at(geometry, g, r) + end // bt - 1
-            b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, entry, low, high)
+            b = seal_block(p, t, g, r, entry, low, high)
             if b != 0:
                 groups[n] = g
                 ids[n] = b
@@ -130,14 +99,15 @@ def _seal_full(
 
 
 @inlined
-def _append(state: Any, eos: Any, generated: Any, r: Any, token: Any) -> Any:
+def _append(t: Any, r: Any, token: Any) -> Any:
     """Adds a sampled token to row r's text; returns GOES_ON, STOPPED or LENGTH."""
+    state = t.state
     state[r, _PHASE] = _DECODE
-    generated[r, state[r, _GENERATED]] = token
+    t.generated[r, state[r, _GENERATED]] = token
     state[r, _GENERATED] += 1
     state[r, _LAST] = token
     state[r, _TOTAL] += 1
-    if _is_eos(eos, r, token):
+    if _is_eos(t.eos, r, token):
         return STOPPED
     if state[r, _TOTAL] >= state[r, _LIMIT]:
         return LENGTH
@@ -145,57 +115,20 @@ def _append(state: Any, eos: Any, generated: Any, r: Any, token: Any) -> Any:
 
 
 @inlined
-def _let_windows_go(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    superseded: Any,
-    hit_tokens: Any,
-    r: Any,
-    end: Any,
-) -> None:
+def _let_windows_go(p: Any, t: Any, hit_tokens: Any, r: Any, end: Any) -> None:
     """Releases row r's blocks that no token from the last anchor before ``end`` on can see."""
     anchor = (end - 1) // hit_tokens * hit_tokens
-    for g in range(len(geometry)):
-        if geometry[g, _KIND] != _FULL:
-            stop = first_block(geometry, g, anchor)
-            release_span(meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, g, r, stop)
+    for g in range(len(t.geometry)):
+        if t.geometry[g, _KIND] != _FULL:
+            release_span(p, t, g, r, first_block(t.geometry, g, anchor))
 
 
 @jit
 def advance(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    chain: Any,
-    tail: Any,
-    eos: Any,
-    generated: Any,
-    superseded: Any,
-    secret: Any,
-    hit_tokens: Any,
-    rows: Any,
-    ends: Any,
-    sample: Any,
-    tokens: Any,
-    ended: Any,
-    n: Any,
-    groups: Any,
-    ids: Any,
-    keys: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    secret: Any, hit_tokens: Any, rows: Any, ends: Any, sample: Any, tokens: Any, ended: Any, n: Any,
+    groups: Any, ids: Any, keys: Any,
 ) -> Any:
     """The forward of these entries is done: counts their tokens, appends the sampled ones, seals, lets windows go.
 
@@ -203,25 +136,23 @@ def advance(
     STOPPED, LENGTH). Full-attention blocks that decodes made findable become entries n, n + 1 ... of groups, ids and
     keys. Returns (number of these blocks, rows that have ended). The caller has sealed the blocks of prefills before.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     unit, at, num_ended = np.int64(tail.shape[1]), 0, 0
-    _chain_on(meta, blocks, slots, geometry, table, span, state, chain, tail, secret, hit_tokens, rows, ends)
+    _chain_on(p, t, secret, hit_tokens, rows, ends)
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
         prefills, place = state[r, _PHASE] != _DECODE, _modulo(end - 1, unit)
         if place == unit - 1 and not prefills and state[r, _PUBLISH] != 0:
-            n = _seal_full(
-                meta, blocks, slots, ring, empties, slabs, geometry, table, state, chain, r, end, n, groups, ids, keys
-            )
+            n = _seal_full(p, t, r, end, n, groups, ids, keys)
         state[r, _COMPUTED] = end
         ended[k] = GOES_ON
         if at < len(sample) and sample[at] == k:
             token = tokens[at]
             at += 1
             if token >= 0:
-                ended[k] = _append(state, eos, generated, r, token)
+                ended[k] = _append(t, r, token)
                 num_ended += ended[k] != GOES_ON
         if prefills or (place == 0 and (end - 1) % hit_tokens == 0):  # else nothing has left a window since last time
-            _let_windows_go(
-                meta, blocks, slots, ring, empties, slabs, geometry, table, span, superseded, hit_tokens, r, end
-            )
+            _let_windows_go(p, t, hit_tokens, r, end)
     return n, num_ended

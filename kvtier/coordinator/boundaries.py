@@ -21,6 +21,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import TypeVar
+
+T = TypeVar("T")
 
 MOST = 65_536
 """Boundaries that are remembered, of those that were wanted and of ends."""
@@ -58,6 +61,8 @@ class Boundaries:
         remembered."""
         is_first = name not in self._wanted
         _remember(self._wanted, name, None)
+        if not is_first:
+            self._ends.pop(name, None)  # several want it: it is kept, and no evidence for ends of one
         return is_first
 
     def end(self, name: bytes, end: End) -> None:
@@ -89,7 +94,7 @@ class Boundaries:
                 return left > LEFT_PAYS * (prompts + answers)
 
 
-def _remember(names: OrderedDict[bytes, object], name: bytes, value: object) -> None:
+def _remember(names: OrderedDict[bytes, T], name: bytes, value: T) -> None:
     names[name] = value
     names.move_to_end(name)
     if len(names) > MOST:

@@ -34,65 +34,53 @@ _FULL = int(Kind.FULL)
 
 
 @inlined
-def lacks(geometry: Any, span: Any, g: Any, r: Any, end: Any) -> Any:
+def lacks(t: Any, g: Any, r: Any, end: Any) -> Any:
     """Blocks of group g that row r needs besides its own to compute up to ``end``."""
-    if span[r, g, 1] * geometry[g, _BT] >= end:
+    if t.span[r, g, 1] * t.geometry[g, _BT] >= end:
         return np.int64(0)
-    return num_blocks(geometry, g, end) - span[r, g, 1]
+    return num_blocks(t.geometry, g, end) - t.span[r, g, 1]
 
 
 @inlined
-def _shares(meta: Any, geometry: Any, g: Any) -> Any:
+def _shares(p: Any, t: Any, g: Any) -> Any:
     """Whether windows can have what group g has, or the other way round."""
-    return geometry[g, _KIND] != _FULL or meta[g, _MOST_SLABS] > 1
+    return t.geometry[g, _KIND] != _FULL or p.meta[g, _MOST_SLABS] > 1
 
 
 @inlined
-def unmissed(meta: Any, slabs: Any, geometry: Any) -> Any:
+def unmissed(p: Any, t: Any) -> Any:
     """Slabs, and parts of them, that a step can take for its windows without the loss of content a request may want."""
-    found = 0.0
+    slabs, found = p.slabs, 0.0
     for s in range(len(slabs)):
         g = slabs[s, _OWNER]
-        if g >= 0 and geometry[g, _KIND] != _FULL:
-            found += (slabs[s, _S_EMPTY] + slabs[s, _S_SUPERSEDED]) / meta[g, _PER_SLAB]
-        elif g < 0 or (slabs[s, _S_EMPTY] == meta[g, _PER_SLAB] and _shares(meta, geometry, g)):
+        if g >= 0 and t.geometry[g, _KIND] != _FULL:
+            found += (slabs[s, _S_EMPTY] + slabs[s, _S_SUPERSEDED]) / p.meta[g, _PER_SLAB]
+        elif g < 0 or (slabs[s, _S_EMPTY] == p.meta[g, _PER_SLAB] and _shares(p, t, g)):
             found += 1.0
     return found
 
 
 @inlined
-def _is_modest(
-    meta: Any, num_slabs: Any, geometry: Any, span: Any, need: Any, free: Any, r: Any, start: Any, end: Any
-) -> Any:
+def _is_modest(p: Any, t: Any, need: Any, free: Any, r: Any, start: Any, end: Any) -> Any:
     """Whether the step pushes out little or nothing if row r, beside need[G] blocks, computes ``start`` to ``end``.
 
     A window group "borrows" while a step holds more blocks than one query's window.
     """
-    borrowed, taken = 0.0, 0.0
+    geometry, borrowed, taken = t.geometry, 0.0, 0.0
     for g in range(len(geometry)):
-        if not _shares(meta, geometry, g):
+        if not _shares(p, t, g):
             continue
-        more = (need[g] + lacks(geometry, span, g, r, end)) / meta[g, _PER_SLAB]
+        more = (need[g] + lacks(t, g, r, end)) / p.meta[g, _PER_SLAB]
         taken += more
         held = (num_blocks(geometry, g, end) - first_block(geometry, g, start) - 1) * geometry[g, _BT]
         if geometry[g, _KIND] != _FULL and held > geometry[g, _SPAN]:
             borrowed += more
-    return borrowed <= num_slabs * LITTLE or taken <= free
+    return borrowed <= len(p.slabs) * LITTLE or taken <= free
 
 
 @inlined
 def longest_chunk(
-    meta: Any,
-    num_slabs: Any,
-    geometry: Any,
-    span: Any,
-    r: Any,
-    start: Any,
-    most: Any,
-    tokens: Any,
-    need: Any,
-    free: Any,
-    total: Any,
+    p: Any, t: Any, r: Any, start: Any, most: Any, tokens: Any, need: Any, free: Any, total: Any
 ) -> Any:
     """Up to which token row r can compute: at most ``most``, and at least one token.
 
@@ -102,13 +90,13 @@ def longest_chunk(
     """
     low, high, end = start + 1, most, most  # it fits up to low, if at all; what it takes grows with the end
     while low < high:
-        for g in range(len(geometry)):
-            total[g] += lacks(geometry, span, g, r, end)
-        enough = fits(meta, num_slabs, total)
-        for g in range(len(geometry)):
-            total[g] -= lacks(geometry, span, g, r, end)
+        for g in range(len(total)):
+            total[g] += lacks(t, g, r, end)
+        enough = fits(p.meta, len(p.slabs), total)
+        for g in range(len(total)):
+            total[g] -= lacks(t, g, r, end)
         if enough and tokens + end - start > SHORT:
-            enough = _is_modest(meta, num_slabs, geometry, span, need, free, r, start, end)
+            enough = _is_modest(p, t, need, free, r, start, end)
         if enough:
             low = end
         else:

@@ -15,11 +15,11 @@ import numpy as np
 
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.counts import RequestCounts
+from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.eviction_watch import EvictionWatch
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.coordinator.retention import Retention
 from kvtier.coordinator.room import NO_LIMIT, Room
-from kvtier.coordinator.seek import Seeker
 from kvtier.coordinator.sources import Loads, Sources, split
 from kvtier.coordinator.tracked import State, Tracked
 from kvtier.cpu_offload.connector import Connector
@@ -31,7 +31,6 @@ from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, RowCol
 from kvtier.machine.journal import Journal, Prefilled, Runs
 from kvtier.pools.block_pool import BlockPools, Ids
-from kvtier.remote.tier import RemoteTier
 
 _PHASE, _PREFILL = int(RowCol.PHASE), int(Phase.PREFILL)  # members of an enum cost a call each
 _COMPUTED, _TOTAL, _PUBLISH = int(RowCol.COMPUTED), int(RowCol.TOTAL), int(RowCol.PUBLISH)
@@ -61,17 +60,13 @@ class Coordinator:
         self.journal = journal
         """The newest of it, event by event."""
         self._matcher = Matcher(pools, host)
-        self._stores = StorePolicy(connector, connector.device, host)
+        self._stores = StorePolicy(connector, pools, host)
         self._full = [
             (g, group.block_tokens) for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
-        self.remote: RemoteTier | None = None
-        """The tier behind the host tier."""
-        self.poll: Callable[[], None] = connector.poll
-        """Takes note of copies that have ended, on both sides of the host tier."""
-        self.seeker: Seeker[Tracked] | None = None
-        """What asks it for requests."""
+        self.door: RemoteDoor[Tracked] = RemoteDoor(connector, pools, self.match)
+        """To the tier behind the host tier."""
         self._sources = Sources(spec)
         self.tables = BlockTables(spec, pools, 1)
         self.evictions = EvictionWatch(journal, self.tables, host)
@@ -87,12 +82,7 @@ class Coordinator:
     @property
     def tiers(self) -> tuple[str, ...]:
         """Where cached tokens may come from."""
-        return ("device", "host") if self.remote is None else ("device", "host", "remote")
-
-    def use_remote(self, remote: RemoteTier) -> None:
-        """Puts a remote tier."""
-        self.remote, self.seeker = remote, Seeker(remote, self.pools, self.match)
-        self.poll = self._poll_both
+        return ("device", "host") if self.door.remote is None else ("device", "host", "remote")
 
     def use_tables(self, num_rows: int) -> None:
         """Makes room for ``num_rows`` running requests; nothing may be running. Raises ``MemoryError``; then nothing
@@ -135,29 +125,7 @@ class Coordinator:
         """The content of the request's tokens in both tiers, ``most`` tokens at most."""
         return self._matcher.match(self.tables, seq.keys, min(len(seq.tokens), most + 1), seq.use_host)
 
-    @property
-    def num_copies(self) -> int:
-        """Copies to and from the host tier that are not overdue, on both of its sides."""
-        moves = 0 if self.remote is None else self.remote.num_progressing
-        return self.connector.ledger.num_progressing + moves
-
-    def remote_due_s(self, waiting: Iterable[Tracked]) -> float:
-        """Seconds until a question of one of these to the remote, or a call of it, has taken too long."""
-        if self.remote is None or self.seeker is None:
-            return float("inf")
-        if self.remote.has_due:
-            return 0.0
-        now = self.remote.now()
-        looks = (self.seeker.next_look_s(seq.seek) for seq in waiting)
-        return max(0.0, min(self.remote.next_deadline_s(), *(at for at in looks if at > now), float("inf")) - now)
-
     # --- what changes -----------------------------------------------------------------------------
-
-    def _poll_both(self) -> None:
-        assert self.remote is not None
-        self.connector.poll()
-        self.remote.poll()
-        self.remote.pump(self.connector.ledger.num_settled)
 
     def hold(self, match: Match) -> None:
         """Holds the match in both tiers until ``admit`` or ``let_go``. It stays, whatever requests leave or stores run
@@ -275,9 +243,8 @@ class Coordinator:
 
     def _offer(self, seq: Tracked, boundaries: Iterable[int]) -> None:
         """Offers to the remote what hits at these boundaries need, once its copies in the host are there."""
-        if self.remote is not None and self._stores_full:
-            for n in boundaries:
-                self.remote.offer(seq.keys, n, seq.seek)
+        if self._stores_full:
+            self.door.offer(seq.keys, boundaries, seq.seek)
 
     def plan_stores(self) -> None:
         """If blocks are stored when full, plans stores of the blocks sealed since the last call."""
@@ -296,8 +263,8 @@ class Coordinator:
             self.plan_stores()
             self.retention.cool_in_host(seq)
             self._offer(seq, self.retention.last_boundaries(int(t.computed[row])))
-            if self.remote is not None and seq.went_on_from:
-                self.remote.supersede(seq.keys, seq.went_on_from, self.retention.boundaries.is_wanted)
+            if seq.went_on_from:
+                self.door.supersede(seq.keys, seq.went_on_from, self.retention.boundaries.is_wanted)
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0
@@ -309,13 +276,11 @@ class Coordinator:
         keys = [np.ascontiguousarray(seq.keys[n - 1 :: n]) for n in units.tolist()]
         groups = np.repeat(np.arange(len(keys), dtype=np.int32), [len(of) for of in keys])
         self.connector.disown(groups, np.concatenate(keys))
-        if self.remote is not None:
-            self.remote.disown(seq.keys)
+        self.door.disown(seq.keys)
 
     def reset(self) -> None:
         """Forgets all cached content. Running requests go on, but the blocks that they write are not published any
         more."""
         self.connector.reset()
-        if self.remote is not None:
-            self.remote.reset()
+        self.door.reset()
         self.tables.arrays.publish[:] = 0

@@ -50,13 +50,9 @@ class Extension:
         tried: Counts | None = None
         while self._roster.running:
             rows, ends = entries.rest()
-            t, p = self._coordinator.tables.arrays, self._pools.arrays
             n, planned, short, taken = plan_running(
-                *p,
-                t.geometry,
-                t.table,
-                t.span,
-                t.state,
+                *self._pools.arrays,
+                *self._coordinator.tables.arrays,
                 self._roster.rows(),
                 entries.placed,
                 entries.budget,

@@ -106,7 +106,7 @@ class CacheManager:
         roster, coordinator = self._running.roster, self._coordinator
         if not roster.has_free_row:
             return Shortage({SEQUENCES: (1, 0)})
-        if coordinator.seeker is not None and coordinator.seeker.is_waiting(seq):
+        if coordinator.door.is_waiting(seq):
             return Shortage({})
         match = coordinator.match(seq)
         if match.pending:
@@ -236,7 +236,7 @@ class CacheManager:
     def poll(self) -> list[Sequence]:
         """Sequences whose loads have ended since the last call: running, or idle again with a ``problem``."""
         self._core.check_driver(self)
-        self._coordinator.poll()
+        self._coordinator.door.poll()
         self._connector.submit_planned()
         ended, self._settled = self._settled, []
         failed = self._connector.take_failed_loads()
@@ -256,7 +256,7 @@ class CacheManager:
         """Sleeps until a copy ends or ``wake`` is called, at most ``timeout_s`` seconds."""
         seconds = wait_seconds(timeout_s)
         if not self._core.is_closed:
-            self._connector.wait(min(seconds, self._coordinator.remote_due_s(self._running.roster.waiting)))
+            self._connector.wait(min(seconds, self._coordinator.door.due_s(self._running.roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""
@@ -281,7 +281,7 @@ class CacheManager:
 
     def has_work(self) -> bool:
         """Whether sequences are open, or copies under way that are not overdue; False once the cache is closed."""
-        has = bool(self._sequences) or self._coordinator.num_copies > 0 or self.step is not None
+        has = bool(self._sequences) or self._coordinator.door.num_copies > 0 or self.step is not None
         return has and not self._core.is_closed
 
     def astray(self) -> set[str]:

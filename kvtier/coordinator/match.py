@@ -72,18 +72,16 @@ class Match:
 
 
 @inlined
-def _probe(
-    meta: Any, blocks: Any, slots: Any, hmeta: Any, hblocks: Any, hslots: Any, use_host: Any, g: Any, key: Any, at: Any
-) -> Any:
+def _probe(d: Any, h: Any, use_host: Any, g: Any, key: Any, at: Any) -> Any:
     """(device block, host block, whether it is only pending) of the key at position ``at``."""
     low, high = key[_U(2 * at)], key[_U(2 * at + 1)]
-    b, c = find(meta, blocks, slots, g, low, high), np.int64(0)
-    pending = b != 0 and blocks[_U(meta[g, _BASE] + b)].mark == _PENDING
+    b, c = find(d, g, low, high), np.int64(0)
+    pending = b != 0 and d.blocks[_U(d.meta[g, _BASE] + b)].mark == _PENDING
     if b != 0 and not pending:
         return b, c, False
     if use_host:
-        c = find(hmeta, hblocks, hslots, g, low, high)
-        pending = pending or (c != 0 and hblocks[_U(hmeta[g, _BASE] + c)].mark == _PENDING)
+        c = find(h, g, low, high)
+        pending = pending or (c != 0 and h.blocks[_U(h.meta[g, _BASE] + c)].mark == _PENDING)
     return b, c, pending
 
 
@@ -100,7 +98,6 @@ def _match(
     Returns five values: n; the boundary of the full groups alone; the group that lowered it last, or -1. Then the first
     token of a block that this group lacked, and whether some of the hit is pending.
     """
-    meta, blocks, slots, hmeta, hblocks, hslots = d.meta, d.blocks, d.slots, h.meta, h.blocks, h.slots
     n, limiter, missing, pending_from = bound, -1, -1, bound
     for g in range(len(geometry)):
         if geometry[g, _KIND] != _FULL:
@@ -110,7 +107,7 @@ def _match(
         out = room[g] - j
         while (j + 1) * bt <= n:
             at = (j + 1) * units - 1
-            b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
+            b, c, waits = _probe(d, h, use_host, g, key, at)
             if b == 0 and c == 0:
                 break
             device[_U(out + j)] = b
@@ -130,7 +127,7 @@ def _match(
             first = max(first_block(geometry, g, n), start // bt)
             for j in range(first, n // bt):
                 at = (j + 1) * units - 1
-                b, c, waits = _probe(meta, blocks, slots, hmeta, hblocks, hslots, use_host, g, key, at)
+                b, c, waits = _probe(d, h, use_host, g, key, at)
                 if b == 0 and c == 0:
                     missing = missing if limiter == g else j * bt
                     n, limiter, settled = (j * bt) // unit * unit, g, False

@@ -36,15 +36,15 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
 
 
 @inlined
-def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
+def drop(p: Any, t: Any, g: Any, r: Any) -> Any:
     """Counts row r's blocks of group g as given up. Returns (blocks without another holder, the part of them free
     then).
 
     A block that the row's load still writes is not free then. Neither is a block that an overdue store may still read.
     """
-    at, alone, free = row_at(geometry, g, r), np.int64(0), np.int64(0)
-    for j in range(span[r, g, 0], span[r, g, 1]):
-        block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+    at, alone, free = row_at(t.geometry, g, r), np.int64(0), np.int64(0)
+    for j in range(t.span[r, g, 0], t.span[r, g, 1]):
+        block = p.blocks[_U(p.meta[g, _BASE] + t.table[_U(at + j)])]
         block.refs -= 1
         alone += block.refs == 0 or block.mark == _PENDING
         free += block.refs == 0 and block.fence >= 0
@@ -52,11 +52,11 @@ def drop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r
 
 
 @inlined
-def undrop(meta: Any, blocks: Any, geometry: Any, table: Any, span: Any, g: Any, r: Any) -> Any:
+def undrop(p: Any, t: Any, g: Any, r: Any) -> Any:
     """Takes a ``drop`` back. Returns by how many fewer blocks the remaining drops free."""
-    at, free = row_at(geometry, g, r), np.int64(0)
-    for j in range(span[r, g, 0], span[r, g, 1]):
-        block = blocks[_U(meta[g, _BASE] + table[_U(at + j)])]
+    at, free = row_at(t.geometry, g, r), np.int64(0)
+    for j in range(t.span[r, g, 0], t.span[r, g, 1]):
+        block = p.blocks[_U(p.meta[g, _BASE] + t.table[_U(at + j)])]
         free += block.refs == 0 and block.fence >= 0
         block.refs += 1
     return free
@@ -74,20 +74,20 @@ def promised(p: Any, t: Any, among: Any, total: Any) -> None:
     A block shared with another row is not freed when this row's window or chunk moves on. So it counts as still to be
     taken. A block that only such rows hold is counted as held by one of them.
     """
-    meta, blocks, geometry, table, span, state = p.meta, p.blocks, t.geometry, t.table, t.span, t.state
+    geometry, state = t.geometry, t.state
     total[:] = 0
     for r in range(len(among)):
         if among[r] and _knows_more(state, r):
             for g in range(len(geometry)):
-                own = np.int64(span[r, g, 1]) - span[r, g, 0]
+                own = np.int64(t.span[r, g, 1]) - t.span[r, g, 0]
                 if geometry[g, _KIND] != _FULL:
-                    own, _ = drop(meta, blocks, geometry, table, span, g, r)
+                    own, _ = drop(p, t, g, r)
                 total[g] += max(np.int64(0), peak_blocks(geometry, g, state[r, _TOTAL]) - own)
     for r in range(len(among)):
         if among[r] and _knows_more(state, r):
             for g in range(len(geometry)):
                 if geometry[g, _KIND] != _FULL:
-                    undrop(meta, blocks, geometry, table, span, g, r)
+                    undrop(p, t, g, r)
 
 
 @jit

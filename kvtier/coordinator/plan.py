@@ -15,11 +15,11 @@ import numpy as np
 
 from kvtier.coordinator.chunk import SHORT, lacks, longest_chunk, unmissed
 from kvtier.gpu_pool.block_table import extend_group
-from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks
+from kvtier.gpu_pool.row_state import Geo, Phase, RowArrays, RowCol, num_blocks
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.exchange import provide
 from kvtier.pools.pool_loops import make_empty
-from kvtier.pools.pool_state import Col
+from kvtier.pools.pool_state import Col, PoolArrays
 from kvtier.pools.slab_loops import fits, live
 
 _BT, _WIDTH = int(Geo.BLOCK_TOKENS), int(Geo.WIDTH)
@@ -31,12 +31,12 @@ _U = np.uint64
 
 
 @inlined
-def _look_over(geometry: Any, span: Any, state: Any, order: Any, skip: Any, used: Any, later: Any, total: Any) -> Any:
+def _look_over(t: Any, order: Any, skip: Any, used: Any, later: Any, total: Any) -> Any:
     """Counts the rows that may compute in this step: (decodes, FRESH rows, prefills).
 
     Writes later[G], the blocks that they lack for one token each, and total[G], the used[G] blocks and these.
     """
-    decodes, fresh, prefills = 0, 0, 0
+    state, decodes, fresh, prefills = t.state, 0, 0, 0
     later[:] = 0
     for i in range(len(order)):
         r = np.int64(order[i])
@@ -45,9 +45,9 @@ def _look_over(geometry: Any, span: Any, state: Any, order: Any, skip: Any, used
         decodes += state[r, _PHASE] == _DECODE
         fresh += state[r, _PHASE] == _FRESH
         prefills += state[r, _PHASE] == _PREFILL
-        for g in range(len(geometry)):
-            later[g] += lacks(geometry, span, g, r, state[r, _COMPUTED] + 1)
-    for g in range(len(geometry)):
+        for g in range(len(later)):
+            later[g] += lacks(t, g, r, state[r, _COMPUTED] + 1)
+    for g in range(len(later)):
         total[g] = used[g] + later[g]
     return decodes, fresh, prefills
 
@@ -69,34 +69,21 @@ def _plan_decodes(state: Any, order: Any, skip: Any, later: Any, rows: Any, ends
 
 @jit
 def plan_rows(
-    meta: Any,
-    slabs: Any,
-    geometry: Any,
-    span: Any,
-    state: Any,
-    used: Any,
-    order: Any,
-    skip: Any,
-    budget: Any,
-    before: Any,
-    rows: Any,
-    ends: Any,
-    need: Any,
-    later: Any,
-    total: Any,
+    p: Any, t: Any, used: Any, order: Any, skip: Any, budget: Any, before: Any,
+    rows: Any, ends: Any, need: Any, later: Any, total: Any,
 ) -> Any:
     """``plan_running`` of the rows ``order`` beside used[G] blocks that others have or are promised; takes none.
 
     Returns (entries, tokens, position of the first row that is short or -1).
     """
-    groups, num_slabs = len(geometry), len(slabs)
-    decodes, fresh, prefills = _look_over(geometry, span, state, order, skip, used, later, total)
-    if fresh + prefills == 0 and decodes <= budget and fits(meta, num_slabs, total):  # most steps
+    state, groups = t.state, len(t.geometry)
+    decodes, fresh, prefills = _look_over(t, order, skip, used, later, total)
+    if fresh + prefills == 0 and decodes <= budget and fits(p.meta, len(p.slabs), total):  # most steps
         n = _plan_decodes(state, order, skip, later, rows, ends, need)
         return n, np.int64(n), -1
     n, tokens = 0, np.int64(0)
     need[:] = 0
-    free = unmissed(meta, slabs, geometry) if before + budget > SHORT else 0.0
+    free = unmissed(p, t) if before + budget > SHORT else 0.0
     for i in range(len(order)):
         r = np.int64(order[i])
         phase = state[r, _PHASE]
@@ -106,21 +93,21 @@ def plan_rows(
         decodes -= phase == _DECODE
         fresh -= phase == _FRESH
         for g in range(groups):
-            later[g] -= lacks(geometry, span, g, r, start + 1)
+            later[g] -= lacks(t, g, r, start + 1)
         spare = left - fresh - decodes
         if left <= (0 if phase == _FRESH else fresh) or (phase == _PREFILL and spare <= 0 and before + tokens > n):
             continue
         for g in range(groups):
             total[g] = used[g] + need[g] + later[g]
         most = min(known, start + max(np.int64(1), spare))
-        end = longest_chunk(meta, num_slabs, geometry, span, r, start, most, before + tokens - n, need, free, total)
+        end = longest_chunk(p, t, r, start, most, before + tokens - n, need, free, total)
         takes = False
         for g in range(groups):
-            more = lacks(geometry, span, g, r, end)
+            more = lacks(t, g, r, end)
             takes |= more > 0
             need[g] += more
             total[g] = used[g] + need[g]
-        if end == start + 1 and takes and not fits(meta, num_slabs, total):
+        if end == start + 1 and takes and not fits(p.meta, len(p.slabs), total):
             return n, tokens, i
         rows[n] = r
         ends[n] = end
@@ -130,57 +117,25 @@ def plan_rows(
 
 
 @inlined
-def _extend(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    rows: Any,
-    ends: Any,
-    n: Any,
-    need: Any,
-) -> None:
+def _extend(p: Any, t: Any, rows: Any, ends: Any, n: Any, need: Any) -> None:
+    geometry, span = t.geometry, t.span
     for g in range(len(geometry)):
         if need[g] == 0:
             continue
-        make_empty(meta, blocks, slots, ring, empties, slabs, g, need[g])
+        make_empty(p, g, need[g])
         bt = geometry[g, _BT]
         for k in range(n):
             r = np.int64(rows[k])
             if span[r, g, 1] * bt < ends[k]:
-                extend_group(
-                    meta, blocks, empties, slabs, geometry, table, span, g, r, num_blocks(geometry, g, ends[k])
-                )
+                extend_group(p, t, g, r, num_blocks(geometry, g, ends[k]))
 
 
 @jit
 def plan_running(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    order: Any,
-    skip: Any,
-    budget: Any,
-    before: Any,
-    spare_cached: Any,
-    rows: Any,
-    ends: Any,
-    used: Any,
-    need: Any,
-    later: Any,
-    total: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    order: Any, skip: Any, budget: Any, before: Any, spare_cached: Any, rows: Any, ends: Any,
+    used: Any, need: Any, later: Any, total: Any,
 ) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
@@ -197,11 +152,11 @@ def plan_running(
     it cannot even compute one token; need[G] includes its need. Blocks are not taken if blocks must be moved or are
     still fenced, or if the tables are too narrow. With ``spare_cached`` they are not taken if they are cached.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     for g in range(len(meta)):
         used[g] = live(meta, g)
-    n, tokens, short = plan_rows(
-        meta, slabs, geometry, span, state, used, order, skip, budget, before, rows, ends, need, later, total
-    )
+    n, tokens, short = plan_rows(p, t, used, order, skip, budget, before, rows, ends, need, later, total)
     ready, at_hand, longest = short < 0, True, np.int64(0)
     for k in range(n):
         longest = max(longest, ends[k])
@@ -211,7 +166,7 @@ def plan_running(
     if ready and not at_hand:
         ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)
     if ready:
-        _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, n, need)
+        _extend(p, t, rows, ends, n, need)
         for k in range(n):
             skip[rows[k]] = 1
     return n, tokens, short, ready
@@ -219,22 +174,14 @@ def plan_running(
 
 @jit
 def extend_rows(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    skip: Any,
-    rows: Any,
-    ends: Any,
-    need: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    skip: Any, rows: Any, ends: Any, need: Any,
 ) -> None:
     """Takes the planned blocks of all entries; need[G] is their number."""
-    _extend(meta, blocks, slots, ring, empties, slabs, geometry, table, span, rows, ends, len(rows), need)
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
+    _extend(p, t, rows, ends, len(rows), need)
     for k in range(len(rows)):
         skip[rows[k]] = 1
 

@@ -76,8 +76,8 @@ class Running:
         if not coordinator.room.make_clean(need):
             return False
         coordinator.tables.reserve(int(ends.max()))
-        t = coordinator.tables.arrays
-        extend_rows(*coordinator.pools.arrays, t.geometry, t.table, t.span, self.entries.placed, rows, ends, need)
+        arrays = *coordinator.pools.arrays, *coordinator.tables.arrays
+        extend_rows(*arrays, self.entries.placed, rows, ends, need)
         return True
 
     def let_rest(self, request_ids: Collection[str]) -> None:

@@ -119,7 +119,7 @@ class Scheduler:
         """
         if self._core.is_closed:
             return False
-        return len(self._inbox) > 0 or self._coordinator.num_copies > 0 or self._running.step is not None
+        return len(self._inbox) > 0 or self._coordinator.door.num_copies > 0 or self._running.step is not None
 
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a transfer ends or a request arrives or ends, at most ``timeout_s`` seconds.
@@ -131,7 +131,7 @@ class Scheduler:
         seconds = wait_seconds(timeout_s)
         news = self._connector.ledger.num_settled != self._settled_seen and self.has_work()
         if not self._inbox.has_mail and not news and not self._core.is_closed:
-            self._connector.wait(min(seconds, self._coordinator.remote_due_s(self._roster.waiting)))
+            self._connector.wait(min(seconds, self._coordinator.door.due_s(self._roster.waiting)))
 
     def wake(self) -> None:
         """Ends a ``wait``, or the next one at once: its thread has other work to do. From any thread or handler."""
@@ -213,7 +213,7 @@ class Scheduler:
         self._core.check_driver(self)
         if self._running.step is not None:
             self._running.refuse_step()
-        self._coordinator.poll()
+        self._coordinator.door.poll()
         self._settled_seen = self._connector.ledger.num_settled
         self._pools.tick()
         if self._inbox.has_mail:
@@ -283,7 +283,7 @@ class Scheduler:
                 self._finish(seq, reason)
         if asked:
             self._end_those(asked)
-        self._coordinator.poll()
+        self._coordinator.door.poll()
         self._connector.submit_planned()
         if self._journal.is_on:
             self._coordinator.evictions.note(step.request_ids)

@@ -58,13 +58,13 @@ class Asking(Protocol):
         """All of them; at least one is left to compute."""
 
 
-_A = TypeVar("_A", bound=Asking)
+A = TypeVar("A", bound=Asking)
 
 
-class Seeker(Generic[_A]):
+class Seeker(Generic[A]):
     """Asks for the requests of one cache. ``device``: its device pools."""
 
-    def __init__(self, remote: RemoteTier, device: BlockPools, match: Callable[[_A], Match]) -> None:
+    def __init__(self, remote: RemoteTier, device: BlockPools, match: Callable[[A], Match]) -> None:
         """``match``: what the two tiers here have of a request."""
         self._match = match
         self._remote = remote
@@ -78,7 +78,7 @@ class Seeker(Generic[_A]):
         looks = seek is not None and seek.state is SeekState.LOOKING and not seek.is_late
         return seek.until_s if seek is not None and looks else float("inf")
 
-    def is_waiting(self, seq: _A) -> bool:
+    def is_waiting(self, seq: A) -> bool:
         """Whether the request should wait for the remote: for an answer, or for its fetch. Starts either."""
         seek = seq.seek
         if seek is None:
@@ -106,7 +106,7 @@ class Seeker(Generic[_A]):
 
     # --- questions --------------------------------------------------------------------------------
 
-    def _begin(self, seq: _A, match: Match) -> Seek:
+    def _begin(self, seq: A, match: Match) -> Seek:
         unit, stride, remote = self._plan.unit, self._plan.stride, self._remote
         bound = (len(seq.tokens) - 1) // unit * unit
         seek = Seek(SeekState.OVER, bound=bound, have=match.num_tokens, low=match.full_tokens // stride)
@@ -202,12 +202,12 @@ class Seeker(Generic[_A]):
 
     # --- the fetch --------------------------------------------------------------------------------
 
-    def _fetch(self, seq: _A, seek: Seek) -> None:
+    def _fetch(self, seq: A, seek: Seek) -> None:
         seek.state = SeekState.FETCHING if self._remote.is_on and self._starts_fetch(seq, seek) else SeekState.OVER
         if seek.state is SeekState.OVER:
             self._believe(seq.keys, seek)
 
-    def _starts_fetch(self, seq: _A, seek: Seek) -> bool:
+    def _starts_fetch(self, seq: A, seek: Seek) -> bool:
         remote, n = self._remote, seek.end
         needed = self._plan.of_hit(seq.keys, n)
         missing = self._are_absent(needed)

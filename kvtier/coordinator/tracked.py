@@ -111,7 +111,7 @@ class Tracked:
         return self.text.keys
 
     def shares_prefix(self, other: Tracked) -> bool:
-        """Whether the first full unit of both has one name, so that blocks of one may be blocks of the other."""
+        """Whether both begin with the same key, so that they can share blocks."""
         return self.text.head == other.text.head != b""
 
     @property

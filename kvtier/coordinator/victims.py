@@ -23,7 +23,7 @@ _U = np.uint64
 
 
 @inlined
-def _keep(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: Any) -> None:
+def _keep(p: Any, t: Any, device: Any, counts: Any, by: Any) -> None:
     """With ``by`` 1 the blocks of a hit in full-attention groups get one more holder, which stays. -1 takes it back.
 
     Windows and chunks are not kept: the new request needs as many blocks of its own, which may be the same blocks.
@@ -31,8 +31,8 @@ def _keep(meta: Any, blocks: Any, geometry: Any, device: Any, counts: Any, by: A
     k = 0
     for g in range(len(counts)):
         for _ in range(counts[g]):
-            if device[k] and geometry[g, _KIND] == _FULL:
-                blocks[_U(meta[g, _BASE] + device[k])].refs += by
+            if device[k] and t.geometry[g, _KIND] == _FULL:
+                p.blocks[_U(p.meta[g, _BASE] + device[k])].refs += by
             k += 1
 
 
@@ -41,7 +41,7 @@ def _leave(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
     """As if row r had left: held[G] is without the blocks that this frees, and among[r] without r."""
     among[r] = 0
     for g in range(len(held)):
-        _, free = drop(p.meta, p.blocks, t.geometry, t.table, t.span, g, r)
+        _, free = drop(p, t, g, r)
         held[g] -= free
 
 
@@ -50,7 +50,7 @@ def _return(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
     """Takes a ``_leave`` back."""
     among[r] = 1
     for g in range(len(held)):
-        held[g] += undrop(p.meta, p.blocks, t.geometry, t.table, t.span, g, r)
+        held[g] += undrop(p, t, g, r)
 
 
 @inlined
@@ -91,7 +91,7 @@ def choose_victims(
         held[g] = live(p.meta, g) + want[g]
     chosen[:] = 0
     among[:] = 1
-    _keep(p.meta, p.blocks, t.geometry, device, counts, 1)
+    _keep(p, t, device, counts, 1)
     visited, enough = 0, False
     while visited < len(victims) and not enough:
         _leave(p, t, np.int64(victims[visited]), among, held)
@@ -107,5 +107,5 @@ def choose_victims(
     for v in range(visited):
         if chosen[v]:
             _return(p, t, np.int64(victims[v]), among, held)
-    _keep(p.meta, p.blocks, t.geometry, device, counts, -1)
+    _keep(p, t, device, counts, -1)
     return enough

@@ -1,1 +1,1 @@
-"""The host tier: which blocks to copy, the copies as state machines, and the engines that move the bytes."""
+"""Copies between device and host: which blocks, their life as state machines, and the engines that move bytes."""

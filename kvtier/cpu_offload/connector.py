@@ -30,7 +30,7 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.cpu_offload.wiping import Wiper
 from kvtier.machine.errors import TransferError
 from kvtier.machine.wakeup import Wakeup
-from kvtier.pools.block_pool import BlockPools, Ids, Words, fence_of
+from kvtier.pools.block_pool import BlockPools, Ids, Mark, Words, fence_of
 
 Counts = npt.NDArray[np.int64]
 
@@ -39,18 +39,22 @@ LONGEST_WAIT_S = 1e6
 
 
 class Connector:
-    """Between a device and, if there is a host tier, the host pools. All calls come from one thread."""
+    """Between a device and, if there is a host tier, the host pools. All calls come from one thread.
+
+    ``pools``: the device's; None: an engine owns its blocks and their content.
+    """
 
     def __init__(
         self,
         device: DeviceSide,
+        pools: BlockPools | None,
         host: BlockPools | None,
         engine: CopyEngine | None,
         block_bytes: npt.NDArray[np.int64],
         deadline_s: float,
         news: CopyNews,
     ) -> None:
-        self.device = self._device = device  # what its transfers read and write there
+        self._device, self._pools = device, pools
         self.news = news
         """What is told of copies that go wrong."""
         self._host = host
@@ -64,7 +68,7 @@ class Connector:
         self._refuses = False  # the engine, stores, since the last poll
         self._hang = StoreHang(device, host, deadline_s)
         self._woken = Wakeup()
-        self._ends = Ends(device, host, block_bytes)
+        self._ends = Ends(device, pools, host, block_bytes)
         self.counts = self._ends.counts
         self.latencies = {direction: Latencies() for direction in Direction}
 
@@ -122,8 +126,8 @@ class Connector:
     def clear_until(self, enough: Callable[[], bool]) -> bool:
         """``clear_fences`` where pools share slabs, so that any fence may be in the way, until there is ``enough``.
 
-        Whether there is is asked after every ticket; the first one is cleared in any case. Ends with one that is given
-        up, as ``clear_fences`` does.
+        Checks ``enough()`` after each ticket, and clears at least one. Ends with one that is given up, as
+        ``clear_fences`` does.
         """
         changed = False
         for transfer in self._still_fencing():
@@ -133,7 +137,7 @@ class Connector:
         return changed
 
     def order_writers(self, fences: Ids) -> None:
-        """Who writes blocks with these fences next comes after the stores that read them; 0 is none.
+        """Orders the next writers of these blocks after the stores that read them. Fence 0: none.
 
         Waits on engines that cannot order a writer any other way; a store that is overdue is given up.
         """
@@ -141,7 +145,7 @@ class Connector:
             self._clear(transfer)
 
     def spoil(self, fences: Ids) -> None:
-        """Blocks with these fences are written under the stores that read them: these bring nothing; 0 is none."""
+        """Discards the stores that read these blocks: the source is being overwritten. Fence 0: none."""
         for transfer in self._fencing_as(fences):
             self._ends.outdate(transfer)
             self.ledger.outdate(transfer)
@@ -191,7 +195,9 @@ class Connector:
         """
         assert self._host is not None
         self._host.acquire(groups, hosts)
-        self._device.begin_load(groups, blocks, keys)
+        if self._pools is not None:
+            self._pools.acquire(groups, blocks)
+            self._pools.publish(groups, blocks, keys, Mark.PENDING)
         num_bytes = int(self._block_bytes[groups].sum())
         transfer = self.ledger.open(Direction.LOAD, groups, blocks, hosts, keys, num_bytes, cold=False)
         transfer.superseded = superseded
@@ -313,7 +319,7 @@ class Connector:
         self._ends.forget_all(self.ledger.given_up())
 
     def disown(self, groups: Ids, keys: Words) -> set[int]:
-        """What these keys name is wrong: it is found in no tier any more, nor what copies, by ticket, bring of it."""
+        """Invalidates these keys in every tier, and in copies under way, whose tickets it returns."""
         outdated = list(self.ledger.bringing(keys))
         for t in outdated:
             self._ends.outdate(t)

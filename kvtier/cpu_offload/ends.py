@@ -25,10 +25,17 @@ Bools = npt.NDArray[np.bool_]
 
 class Ends:
     """Ends of the transfers between a device and the host pools. ``good``: bool [n], which blocks have arrived
-    whole."""
+    whole. ``pools``: the device's, None if an engine owns its content."""
 
-    def __init__(self, device: DeviceSide, host: BlockPools | None, block_bytes: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        device: DeviceSide,
+        pools: BlockPools | None,
+        host: BlockPools | None,
+        block_bytes: npt.NDArray[np.int64],
+    ) -> None:
         self._device = device
+        self._pools = pools
         self._host = host
         self._block_bytes = block_bytes
         self.counts = TransferCounts()
@@ -58,14 +65,17 @@ class Ends:
         """A load has ended in time."""
         assert self._host is not None
         error = outcome.error
+        if self._pools is not None and is_current:
+            self._pools.make_ready(t.groups[good], t.device[good])
+            self._pools.unpublish(t.groups[~good], t.device[~good])
         if is_current:
-            self._device.publish_load(t.groups, t.device, good)
             self._host.unpublish(t.groups[~good], t.host[~good])
         elif not error:
             error = "what it brought is not valid any more"
         if outcome.corrupt:
             self._take_out(t, np.flatnonzero(~good))
-        self._device.end_load(t.groups, t.device)
+        if self._pools is not None:
+            self._pools.release(t.groups, t.device)
         superseded = np.zeros(len(good), bool) if t.superseded is None else t.superseded
         self._host.release(t.groups[~superseded], t.host[~superseded])
         self._host.release(t.groups[superseded], t.host[superseded], cold=True)
@@ -91,7 +101,8 @@ class Ends:
         if t.direction is Direction.STORE:
             self._device.expire_fence(t.groups, t.device, t.ticket)
         else:
-            self._device.give_up_load(t.groups, t.device)
+            if self._pools is not None:
+                self._pools.quarantine(t.groups, t.device)
             self.failed_loads[t.ticket] = why
         self.counts.expired += 1
 
@@ -109,7 +120,9 @@ class Ends:
             self._device.unfence(t.groups, t.device, t.ticket)
         else:
             self.counts.loads += 1
-            self._device.end_late_load(t.groups, t.device)
+            if self._pools is not None:
+                self._pools.release(t.groups, t.device)
+                self._pools.restore(t.groups, t.device)
 
     def _restore(self, groups: Ids, hosts: Ids, overdue: Sequence[Transfer]) -> None:
         """Host blocks are in use again, except blocks that another reason keeps out of use."""
@@ -131,20 +144,20 @@ class Ends:
         if t.direction is Direction.STORE:
             assert self._host is not None
             self._host.unpublish(t.groups, t.host)
-        else:
-            self._device.unpublish(t.groups, t.device)
+        elif self._pools is not None:
+            self._pools.unpublish(t.groups, t.device)
 
     def forget(self, groups: Ids, keys: Words) -> None:
         """Content under these keys is found in no tier any more."""
-        self._device.forget(groups, keys)
-        if self._host is not None:
-            blocks = self._host.find(groups, keys)
-            self._host.unpublish(groups[blocks > 0], blocks[blocks > 0])
+        for pools in filter(None, (self._pools, self._host)):
+            blocks = pools.find(groups, keys)
+            pools.unpublish(groups[blocks > 0], blocks[blocks > 0])
 
     def forget_all(self, overdue: Sequence[Transfer]) -> None:
         """Present content is never found again. Changed blocks are in use again, unless an ``overdue`` copy may touch
         them."""
-        self._device.forget_all()
+        if self._pools is not None:
+            self._pools.forget_all()
         if self._host is not None:
             self._host.forget_all()
             changed, self.corrupt = self.corrupt, []

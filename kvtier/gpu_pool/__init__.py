@@ -1,1 +1,1 @@
-"""The device tier: its arena and block tables, and the block pools, which serve the host tier as well."""
+"""Rows: which block holds which tokens of a running request, and the arrays that kernels take."""

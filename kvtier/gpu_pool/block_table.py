@@ -32,7 +32,7 @@ from kvtier.machine.loops import aligned
 from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, take
-from kvtier.pools.pool_state import Col
+from kvtier.pools.pool_state import Col, PoolArrays
 
 _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
 _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)
@@ -43,77 +43,47 @@ FIRST_UNITS, FIRST_SAMPLED = 64, 64
 
 
 @inlined
-def extend_group(
-    meta: Any,
-    blocks: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    g: Any,
-    r: Any,
-    want: Any,
-) -> None:
+def extend_group(p: Any, t: Any, g: Any, r: Any, want: Any) -> None:
     """Row r takes the blocks of group g that it lacks to have ``want``; ``make_empty`` has been called."""
-    held = np.int64(span[r, g, 1])
+    span, table, held = t.span, t.table, np.int64(t.span[r, g, 1])
     if want > held:
-        at, near = row_at(geometry, g, r) + held, np.int64(-1)
-        if meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
-            near = np.int64(blocks[_U(meta[g, _BASE] + table[_U(at - 1)])].slab)
-        take(meta, blocks, empties, slabs, g, table, at, want - held, near)
+        at, near = row_at(t.geometry, g, r) + held, np.int64(-1)
+        if p.meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
+            near = np.int64(p.blocks[_U(p.meta[g, _BASE] + table[_U(at - 1)])].slab)
+        take(p, g, table, at, want - held, near)
         span[r, g, 1] = want
 
 
 @jit
 def extend_row(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    r: Any,
-    end: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    r: Any, end: Any,
 ) -> None:
     """Takes the blocks that row r still lacks for tokens up to ``end``, in every group. The caller has checked."""
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     for g in range(len(geometry)):
         want = num_blocks(geometry, g, end)
-        make_empty(meta, blocks, slots, ring, empties, slabs, g, want - span[r, g, 1])
-        extend_group(meta, blocks, empties, slabs, geometry, table, span, g, r, want)
+        make_empty(p, g, want - span[r, g, 1])
+        extend_group(p, t, g, r, want)
 
 
 @inlined
-def release_span(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    superseded: Any,
-    g: Any,
-    r: Any,
-    stop: Any,
-) -> Any:
+def release_span(p: Any, t: Any, g: Any, r: Any, stop: Any) -> Any:
     """Releases row r's blocks of group g before logical block ``stop``; returns their number.
 
     Content in ``superseded``, which only this row is known to have wanted, is given up first.
     """
+    span = t.span
     first, end = np.int64(span[r, g, 0]), min(stop, np.int64(span[r, g, 1]))
     if end <= first:
         return np.int64(0)
-    at, bt, j = row_at(geometry, g, r), geometry[g, _BT], first
+    at, bt, j = row_at(t.geometry, g, r), t.geometry[g, _BT], first
     for piece in range(3):  # before it, within, after it
-        stop = min(end, superseded[r, piece] // bt) if piece < 2 else end
+        stop = min(end, t.superseded[r, piece] // bt) if piece < 2 else end
         if stop > j:
-            release_run(meta, blocks, slots, ring, empties, slabs, g, table, at + j, stop - j, piece == 1)
+            release_run(p, g, t.table, at + j, stop - j, piece == 1)
             j = stop
     span[r, g, 0] = end
     return end - first
@@ -124,33 +94,23 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
     """Releases blocks that ``position`` and its successors cannot see; returns the number of blocks."""
     released = 0
     for g in range(len(t.geometry)):
-        stop = first_block(t.geometry, g, position)
-        released += release_span(
-            p.meta, p.blocks, p.slots, p.ring, p.empties, p.slabs, t.geometry, t.table, t.span, t.superseded, g, r, stop
-        )
+        released += release_span(p, t, g, r, first_block(t.geometry, g, position))
     return released
 
 
 @jit
 def release_row(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
     r: Any,
 ) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row."""
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for g in range(len(geometry)):
         at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
-            release(meta, blocks, slots, ring, empties, slabs, g, np.int64(table[_U(at + j)]), False)
+            release(p, g, np.int64(table[_U(at + j)]), False)
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0
@@ -259,8 +219,7 @@ class BlockTables:
     def extend(self, r: int, end: int) -> None:
         """Takes the blocks that row r lacks up to token ``end``."""
         self.reserve(end)
-        t = self.arrays
-        extend_row(*self.pools.arrays, t.geometry, t.table, t.span, r, end)
+        extend_row(*self.pools.arrays, *self.arrays, r, end)
 
     def release_before(self, r: int, position: int) -> int:
         """Releases blocks that tokens from ``position`` on cannot see; returns the number of blocks."""
@@ -277,17 +236,16 @@ class BlockTables:
 
     def clear(self, r: int) -> None:
         """Releases all of row r and frees it."""
-        t = self.arrays
-        release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, r)
+        release_row(*self.pools.arrays, *self.arrays, r)
 
     def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> None:
         """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``."""
         if end > first:
-            t, sealed = self.arrays, self.sealed
+            sealed = self.sealed
             if sealed.count + end - first > sealed.room:
                 sealed.reserve(end - first)
-            arrays = t.geometry, t.table, t.span, t.state
-            sealed.count = seal_range(*self.pools.arrays, *arrays, r, g, first, end, keys, sealed.count, *sealed.arrays)
+            arrays = *self.pools.arrays, *self.arrays
+            sealed.count = seal_range(*arrays, r, g, first, end, keys, sealed.count, *sealed.arrays)
 
     def seal_anchors(self, r: int, boundaries: Iterable[int], keys: npt.NDArray[np.uint64]) -> None:
         """Names, in the window and chunk groups, the blocks that hits of these numbers of tokens need.

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.gpu_pool.row_state import Geo, RowCol, row_at
+from kvtier.gpu_pool.row_state import Geo, RowArrays, RowCol, row_at
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.key_index import prefetch_slot, publish
 from kvtier.pools.pool_loops import AHEAD, acquire, release
-from kvtier.pools.pool_state import Col, Mark
+from kvtier.pools.pool_state import Col, Mark, PoolArrays
 
 Int32s = npt.NDArray[np.int32]
 
@@ -56,71 +56,43 @@ class Sealed:
 
 
 @inlined
-def seal_block(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    table: Any,
-    state: Any,
-    g: Any,
-    r: Any,
-    at: Any,
-    low: Any,
-    high: Any,
-) -> Any:
+def seal_block(p: Any, t: Any, g: Any, r: Any, at: Any, low: Any, high: Any) -> Any:
     """Names the block of row r at ``table[at]``; returns it if it is newly findable, else 0.
 
     If a twin is findable under the key already, the row switches to it and gives its own block back.
     """
-    own = np.int64(table[_U(at)])
-    twin = publish(meta, blocks, slots, slabs, g, own, low, high, _READY)
+    own = np.int64(t.table[_U(at)])
+    twin = publish(p, g, own, low, high, _READY)
     if twin == 0:
         return own
-    base = meta[g, _BASE]
-    if twin != own and blocks[_U(base + twin)].mark == _READY and blocks[_U(base + own)].mark == _NONE:
-        acquire(meta, blocks, ring, slabs, g, twin)
-        release(meta, blocks, slots, ring, empties, slabs, g, own, False)
-        table[_U(at)] = twin
-        state[r, _VERSION] += 1
+    base = p.meta[g, _BASE]
+    if twin != own and p.blocks[_U(base + twin)].mark == _READY and p.blocks[_U(base + own)].mark == _NONE:
+        acquire(p, g, twin)
+        release(p, g, own, False)
+        t.table[_U(at)] = twin
+        t.state[r, _VERSION] += 1
     return np.int64(0)
 
 
 @jit
 def seal_range(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    geometry: Any,
-    table: Any,
-    span: Any,
-    state: Any,
-    r: Any,
-    g: Any,
-    first: Any,
-    end: Any,
-    keys: Any,
-    n: Any,
-    groups: Any,
-    ids: Any,
-    named: Any,
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
+    r: Any, g: Any, first: Any, end: Any, keys: Any, n: Any, groups: Any, ids: Any, named: Any,
 ) -> Any:
     """Names the logical blocks [first, end) of row r in group g; newly findable blocks are entries n, n + 1 ...
 
     Returns the number of entries.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
+    t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     units, at = geometry[g, _UNITS], row_at(geometry, g, r)
     first = max(first, np.int64(span[r, g, 0]))
     for j in range(first, end):
         unit = (j + 1) * units - 1
-        prefetch_slot(meta, slots, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
+        prefetch_slot(p, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
         low, high = keys[unit, 0], keys[unit, 1]
-        b = seal_block(meta, blocks, slots, ring, empties, slabs, table, state, g, r, at + j, low, high)
+        b = seal_block(p, t, g, r, at + j, low, high)
         if b != 0:
             groups[n] = g
             ids[n] = b

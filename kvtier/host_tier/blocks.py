@@ -8,7 +8,7 @@ from kvtier.pools.block_pool import Ids
 
 
 class HostBlocks:
-    """Of ``host``, whose blocks ``memory`` copies by ``fragments``."""
+    """The host blocks of ``host``, which ``memory`` copies by ``fragments``."""
 
     def __init__(self, memory: TierMemory, host: ByteArena, fragments: Fragments) -> None:
         self._memory = memory

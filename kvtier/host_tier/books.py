@@ -47,8 +47,6 @@ from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.counts import RemoteCounts
-from kvtier.remote.estimate import Estimate
-from kvtier.remote.tier import RemoteTier
 
 KeyArray = npt.NDArray[np.uint64]
 
@@ -57,9 +55,9 @@ class Ended(NamedTuple):
     """Loads, by ticket, that have ended since the last ``poll``."""
 
     loaded: tuple[int, ...]
-    """Their blocks have their content."""
+    """Tickets of loads whose blocks have their content."""
     failed: dict[int, str]
-    """By ticket, the problem: the engine computes these blocks."""
+    """The problem of each failed load, by ticket: the engine computes these blocks."""
     released: tuple[int, ...]
     """No copy writes to their device blocks any more. A late load, which was given up, comes here last."""
 
@@ -75,11 +73,11 @@ class HostTierStats:
     store_latency: LatencyStats
     stores_hang: bool
     remote: RemoteStats | None = None
-    """Of the remote tier; None without one."""
+    """Statistics of the remote tier; None without one."""
 
 
 class HostBooks:
-    """Of the tier in ``plan``. ``engine`` copies whole blocks; a copy is given up after ``deadline_s`` seconds."""
+    """Books of the tier in ``plan``. ``engine`` copies whole blocks; a copy is given up after ``deadline_s``."""
 
     def __init__(self, plan: HostPlan, engine: CopyEngine, deadline_s: float) -> None:
         self.spec = plan.spec
@@ -89,16 +87,17 @@ class HostBooks:
         sizes = plan.fragments.block_bytes
         device_side = OutsideDevice(plan.fragments.num_blocks, plan.fragments.shares_with)
         news = CopyNews(Journal(0), plan.spec.names)
-        self._connector = Connector(device_side, self._pools, engine, sizes, deadline_s, news)
+        self._connector = Connector(device_side, None, self._pools, engine, sizes, deadline_s, news)
         self._deadline_s = deadline_s
-        self._nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))
+        nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))  # the engine's content
         self._parts = HostParts(
             spec=self.spec,
             arrays=Rows(geometry_of(self.spec.groups, self.spec.hash_tokens)),
             device=device_side,
             connector=self._connector,
             stores=StorePolicy(self._connector, device_side, self._pools),
-            matcher=Matcher(self._nothing, self._pools),  # only the engine knows the device's content
+            matcher=Matcher(nothing, self._pools),
+            door=RemoteDoor(self._connector, nothing, lambda text: text.found),
         )
 
     @property
@@ -119,7 +118,7 @@ class HostBooks:
     @property
     def remote_counts(self) -> RemoteCounts | None:
         """Counters of the remote behind the tier, as they stand; None without one."""
-        return None if self._parts.door is None else self._parts.door.remote.counts
+        return None if (remote := self._parts.door.remote) is None else remote.counts
 
     @property
     def hit_tokens(self) -> int:
@@ -136,26 +135,20 @@ class HostBooks:
         self._parts.check_open()
         return HostText(self._parts, keys, with_remote)
 
-    def _use_remote(self, remote: RemoteTier) -> None:
-        self._parts.door = RemoteDoor(remote, self._nothing)
-
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.
 
         What takes longer to fetch from the remote is computed. Raises ``ConfigError`` for what is no function.
         """
-        estimate = Estimate(seconds)
-        if self._parts.door is not None:
-            self._parts.door.estimate_compute(estimate)
+        self._parts.door.estimate(seconds)
 
     def flush_remote(self) -> None:
-        """What waits for the host's evictions (``spill=eviction``) is spilled now, as this process is about to end.
+        """Spills everything that still waits for eviction (``spill=eviction``). Call it before the process ends.
 
         From the thread of ``poll``, with which the engine goes on until ``has_work`` is False; then it may ``close``.
         """
         self._parts.check_open()
-        if self._parts.door is not None:
-            self._parts.door.remote.flush()
+        self._parts.door.flush()
 
     def overwrite(self, groups: Ids, blocks: Ids) -> None:
         """The engine is about to write device blocks, int32 [n] each: the writes come after the stores that read them.
@@ -168,9 +161,7 @@ class HostBooks:
         """Submits planned stores, and reports ended loads; never waits."""
         self._parts.check_open()
         self._pools.tick()
-        self._connector.poll()
-        if self._parts.door is not None:
-            self._parts.door.poll(self._connector.ledger.num_settled)
+        self._parts.door.poll()
         self._connector.submit_planned()
         failures, loaded, failed, released = self._connector.take_failed_loads(), [], {}, []
         for ticket, told in list(self._parts.loads.items()):
@@ -190,8 +181,7 @@ class HostBooks:
     def wait(self, timeout_s: float) -> None:
         """Sleeps until a copy ends, the remote has news, or ``wake`` is called; ``timeout_s`` seconds at most."""
         self._parts.check_open()
-        due_s = float("inf") if self._parts.door is None else self._parts.door.due_s()
-        self._connector.wait(min(wait_seconds(timeout_s), due_s))
+        self._connector.wait(min(wait_seconds(timeout_s), self._parts.door.due_s(self._parts.asking)))
 
     def wake(self) -> None:
         """Ends a ``wait``; from any thread."""
@@ -204,12 +194,7 @@ class HostBooks:
         Moves to and from the remote count, too. The release of a load that was given up does not count. False after
         ``close``.
         """
-        store = self._parts.door
-        if self._parts.is_closed:
-            return False
-        if store is not None and store.remote.num_progressing:
-            return True
-        return self._connector.ledger.num_progressing > 0 or any(not told for told in self._parts.loads.values())
+        return not self._parts.is_closed and (self._parts.door.num_copies > 0 or not all(self._parts.loads.values()))
 
     def reset(self) -> None:
         """Forgets all content, for instance because the weights have changed; loads under way fail.
@@ -219,8 +204,7 @@ class HostBooks:
         """
         self._parts.check_open()
         self._connector.reset()
-        if self._parts.door is not None:
-            self._parts.door.remote.reset()
+        self._parts.door.reset()
 
     def stats(self) -> HostTierStats:
         """A snapshot; from any thread."""
@@ -233,7 +217,7 @@ class HostBooks:
             load_latency=latencies[Direction.LOAD].stats(),
             store_latency=latencies[Direction.STORE].stats(),
             stores_hang=self._connector.stores_hang,
-            remote=None if self._parts.door is None else self._parts.door.remote.stats(),
+            remote=None if (remote := self._parts.door.remote) is None else remote.stats(),
         )
 
     def audit(self) -> list[Violation]:
@@ -245,7 +229,7 @@ class HostBooks:
         transfers = list(self._connector.ledger.live())
         copies = Copies.of_all(transfers, self._connector.ledger.epoch)
         held = [tier.entries(hit.groups, hit.hosts) for hit in self._parts.held.values()]
-        remote = RemoteMoves(tier, None if self._parts.door is None else self._parts.door.remote)
+        remote = RemoteMoves(tier, self._parts.door.remote)
         found += check_counters(tier, self._arena)
         owners = np.concatenate([host_owners(tier, copies, remote.owners), *held])
         found += audit_pools(tier, owners, list(self.stats().host.values()))

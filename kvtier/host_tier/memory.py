@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HostBytes:
-    """As ``plan`` says, for the engine's ``memory``: uint8 [bytes], a NumPy array or a torch tensor.
+    """A tier's bytes as ``plan`` says, for the engine's ``memory``: uint8 [bytes], a NumPy array or a torch tensor.
 
     ``copy_engine``: as ``KVCache``'s. Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -58,7 +58,7 @@ class HostBytes:
             on_device, on_host = plan.fragments.on_device(memory), plan.fragments.on_host(arena.bytes, plan.layout)
             memory_of_both = TierMemory(on_device, on_host, plan.verifies)
             self.blocks = HostBlocks(memory_of_both, arena, plan.fragments)
-            """Its host blocks, for a remote."""
+            """The host blocks, for a remote."""
             engine = self._guard.build_engine(self, memory_of_both)
             self.engine = FragmentEngine(engine, plan.fragments)
             """Copies whole blocks."""
@@ -67,7 +67,7 @@ class HostBytes:
             raise
 
     def also(self, close: Callable[[float], bool]) -> None:
-        """As ``MemoryGuard.also``: what else touches the host memory, and how it is ended."""
+        """Notes what else touches the host memory and how it is ended, as ``MemoryGuard.also`` does."""
         self._guard.also(self, close)
 
     def check_here(self) -> None:

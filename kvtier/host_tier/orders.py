@@ -41,7 +41,7 @@ class Orders(NamedTuple):
     after: tuple[int, ...] = ()
     """Stores, by ticket. Whatever the worker enqueues from now on writes after them."""
     parcels: tuple[Parcel, ...] = ()
-    """For the remote tier, if there is one."""
+    """Parcels for the remote tier, if there is one."""
 
 
 class End(NamedTuple):
@@ -102,7 +102,7 @@ def _both(a: End, b: End) -> End:
 
 
 class RelayEngine(CopyEngine):
-    """For ``workers`` processes that all make every copy, each in its own memory."""
+    """A copy engine of ``workers`` processes that all make every copy, each in its own memory."""
 
     def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._workers = workers
@@ -132,7 +132,7 @@ class RelayEngine(CopyEngine):
             self._woken.set()
 
     def take_receipts(self) -> dict[int, Receipt]:
-        """Of parcels that every worker has reported since the last call, by ticket."""
+        """Receipts, by ticket, of parcels that every worker has reported since the last call."""
         receipts, self._receipts = self._receipts, {}
         return receipts
 

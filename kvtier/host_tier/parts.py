@@ -10,21 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import Boundaries
 from kvtier.coordinator.door import RemoteDoor
-from kvtier.coordinator.match import Matcher
+from kvtier.coordinator.match import Match, Matcher
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.outside import OutsideSpec
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest
 from kvtier.machine.forks import of_another_process, watch
 from kvtier.pools.block_pool import Ids
+from kvtier.remote.moves import Seek
 
 Int64s = npt.NDArray[np.int64]
 
@@ -47,7 +50,7 @@ class HostHit:
     is_sought: bool = False
     """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
     from_remote: int = 0
-    """Its last tokens, which the tier did not have when the text asked the remote."""
+    """The hit's last tokens, which the tier did not have when the text asked the remote."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +65,16 @@ class Rows(NamedTuple):
 
 
 @dataclass(eq=False)
+class Sought:
+    """A text that asks the remote. ``found``: what the tier has of it."""
+
+    keys: KeyArray
+    tokens: range
+    found: Match
+    seek: Seek | None = None
+
+
+@dataclass(eq=False)
 class HostParts:
     """The parts of a ``HostTier``."""
 
@@ -71,11 +84,13 @@ class HostParts:
     connector: Connector
     stores: StorePolicy
     matcher: Matcher
+    door: RemoteDoor[Sought]
     boundaries: Boundaries = field(default_factory=Boundaries)
     loads: dict[int, bool] = field(default_factory=dict)
-    """By ticket: whether its end was reported, and only its release is to come."""
+    """Loads by ticket: whether the end was reported, and only the release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
-    door: RemoteDoor | None = None
+    asking: WeakSet[Sought] = field(default_factory=WeakSet)
+    """Texts that have waited for an answer of the remote."""
     is_closed: bool = False
     num_texts: int = 0
     why: str = "the host tier is closed"
@@ -97,7 +112,7 @@ class HostParts:
         self.connector.order_writers(self._fences(groups, blocks))
 
     def spoil(self, groups: Ids, blocks: Ids) -> None:
-        """What stores read in these device blocks is never found."""
+        """Sees to it that what stores read in these device blocks is never found."""
         self.connector.spoil(self._fences(groups, blocks))
 
     def _fences(self, groups: Ids, blocks: Ids) -> Ids:

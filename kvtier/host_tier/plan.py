@@ -18,7 +18,7 @@ from kvtier.machine.integers import shown
 
 
 class HostPlan:
-    """Of ``groups`` in ``memory_bytes`` bytes of device memory; ``host_memory`` and ``verify`` as for ``HostTier``.
+    """A tier of ``groups`` in ``memory_bytes`` bytes of device memory; ``host_memory``, ``verify`` as for ``HostTier``.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.
     """
@@ -30,7 +30,7 @@ class HostPlan:
         self.verifies = verify == "full"
         self.spec = OutsideSpec(groups)
         self.memory_bytes = parse_bytes(memory_bytes, "memory_bytes")
-        """Of device memory."""
+        """Bytes of device memory."""
         num_blocks = [group.num_blocks for group in self.spec.groups]
         self.fragments = Fragments([group.fragments for group in self.spec.groups], num_blocks, self.memory_bytes)
         self.layout = _layout(self.fragments.block_bytes.tolist(), parse_bytes(host_memory, "host_memory"))

@@ -26,11 +26,11 @@ from kvtier.remote.relay import RelayedBackend
 
 MOST_WORKERS = 2**16
 CLOSE_S = 5.0
-"""Its own questions to the remote have so long to end; they touch no memory of the tier."""
+"""Time for the scheduler's own questions to the remote to end; they touch no memory of the tier."""
 
 
 class RelayedBooks(HostBooks):
-    """For ``workers`` workers with the same plan. ``deadline_s``: seconds after which a copy is given up."""
+    """Books for ``workers`` workers with the same plan. ``deadline_s``: seconds after which a copy is given up."""
 
     def __init__(self, plan: HostPlan, deadline_s: float = 30.0, workers: int = 1) -> None:
         number, limit = integer(workers), seconds(deadline_s, "deadline_s")
@@ -53,7 +53,7 @@ class RelayedBooks(HostBooks):
         check_remote(uri, True, "cpu", model_id, key_secret)
         parts = self.spec, self._pools, self._connector, self._deadline_s, self._workers
         remote, self._relayed = open_relayed(uri, model_id, key_secret, *parts)
-        self._use_remote(remote)
+        self._parts.door.open(remote)
 
     def take_orders(self) -> Orders:
         """Everything to be done since the last call, with planned stores as far as the link may be busy with them."""
@@ -63,7 +63,7 @@ class RelayedBooks(HostBooks):
         return orders if self._relayed is None else orders._replace(parcels=self._relayed.take())
 
     def report(self, report: Report) -> None:
-        """What a worker, or several, have seen end; the next ``poll`` takes note."""
+        """Takes what a worker, or several, have seen end; the next ``poll`` takes note."""
         check_type(report, Report, "report")
         self._relay.report(report)
         if self._relayed is not None:
@@ -83,5 +83,4 @@ class RelayedBooks(HostBooks):
         """
         self._parts.is_closed = True
         self._connector.wake()
-        if self._parts.door is not None:
-            self._parts.door.remote.close(CLOSE_S)
+        self._parts.door.close(CLOSE_S)

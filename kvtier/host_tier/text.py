@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import End
-from kvtier.coordinator.door import Sought
+from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.host_tier.parts import HostHit, HostParts
+from kvtier.host_tier.parts import HostHit, HostParts, Sought
 from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
 from kvtier.machine.errors import InvalidRequest, StepError
 from kvtier.machine.integers import shown
-from kvtier.pools.block_pool import Col, Ids
+from kvtier.pools.block_pool import Ids
 
 Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]
@@ -61,9 +61,9 @@ class HostText:
         ``start``.
 
         It is held, in place of the previous hit. A ``start`` that is not a multiple of hit_tokens has no hit.
-        ``ask_remote``: if the hit is short of the text, the remote is asked, once. Until it has answered
-        (for half the time that the tokens take to compute, ``HostTier.estimate_compute``), and until what it has has
-        come into the tier, the hit is empty and ``is_sought``.
+        ``ask_remote``: if the hit is short of the text, the remote is asked, once. While it is asked (for
+        half the time that the tokens take to compute, ``HostTier.estimate_compute``), or its blocks are being fetched,
+        the hit is empty and ``is_sought``.
         """
         parts, unit = self._parts, self._parts.spec.hit_tokens
         self._check_open()
@@ -74,13 +74,16 @@ class HostText:
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
-        store = parts.door if ask_remote and self._with_remote else None
-        if store is not None and self._sought is not None and store.is_waiting(self._sought):
-            return replace(nothing, is_sought=True)
+        remote = parts.door.remote if ask_remote and self._with_remote else None
+        if remote is not None and self._sought is not None:
+            remote.poll()
+            if parts.door.is_waiting(self._sought):
+                return replace(nothing, is_sought=True)
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
-        if store is not None and self._sought is None and not found.pending:
+        if remote is not None and self._sought is None and not found.pending:
             self._sought = Sought(self._keys, range(num_tokens), found)
-            if store.is_waiting(self._sought):
+            if parts.door.is_waiting(self._sought):
+                parts.asking.add(self._sought)
                 return replace(nothing, is_sought=True)
         if found.full_tokens > found.num_tokens:
             self._branches.add(found.full_tokens)
@@ -133,10 +136,11 @@ class HostText:
         if len(blocks) != len(hit.hosts):
             raise InvalidRequest(f"the hit is {len(hit.hosts)} blocks; got {len(blocks)} to load them into")
         parts.check_blocks(hit.groups, blocks)
-        places = np.sort(parts.device.arrays.meta[hit.groups, Col.BASE] + blocks)
+        places = np.sort(parts.device.entries(hit.groups, blocks))
         if np.any(places[1:] == places[:-1]):
             raise InvalidRequest("two of the hit's blocks are to be loaded into one device block")
-        if parts.device.are_targets(hit.groups, blocks).any():
+        loads = [t for t in parts.connector.ledger.live() if t.direction is Direction.LOAD]
+        if any(np.isin(parts.device.entries(t.groups, t.device), places).any() for t in loads):
             raise InvalidRequest("a load still writes to one of these device blocks; poll() tells of its release")
         parts.overwrite(hit.groups, blocks)
         keys = self._names(hit.groups, hit.at)
@@ -194,8 +198,9 @@ class HostText:
             parts.stores.touch_or_store(groups, there, self._names(groups, at), np.zeros(len(at), bool))
         if ends:
             self._cool(ends)
-        if parts.door is not None and self._with_remote:
-            parts.door.offer(self._keys, boundaries | ends, self._sought)
+        if self._with_remote:
+            seek = None if self._sought is None else self._sought.seek
+            parts.door.offer(self._keys, sorted(boundaries | ends, reverse=True), seek)
             if self._went_on_from < min(ends, default=0):
                 parts.door.supersede(self._keys, self._went_on_from, parts.boundaries.is_wanted)
 
@@ -244,7 +249,7 @@ class HostText:
             self._passing |= {b for b in ends if not parts.boundaries.is_wanted(self._key(b))}
 
     def disown(self) -> set[int]:
-        """Its K and V are wrong: nothing under its keys is found again, here or in the remote.
+        """Takes back the text, whose K and V are wrong: nothing under its keys is found again, here or in the remote.
 
         Returns the tickets of the copies under way that bring some of it: such a load fails.
         """
@@ -255,8 +260,8 @@ class HostText:
         counts = [known // group.block_tokens for group in parts.spec.groups]
         groups = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         outdated = parts.connector.disown(groups, self._names(groups, np.concatenate([np.arange(n) for n in counts])))
-        if parts.door is not None and self._with_remote:
-            parts.door.remote.disown(self._keys)
+        if self._with_remote:
+            parts.door.disown(self._keys)
         return outdated
 
     def close(self) -> None:

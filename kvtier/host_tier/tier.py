@@ -75,7 +75,7 @@ class HostTier(HostBooks):
         parts = self.spec, self._pools, self._bytes.blocks, self._connector, self._deadline_s
         remote = open_outside(uri, model_id, secret, *parts)
         self._bytes.also(remote.close)
-        self._use_remote(remote)
+        self._parts.door.open(remote)
 
     def close(self) -> None:
         """Ends all copies, in 30 s at most, and gives the host memory back, unless a copy may still write there.

@@ -43,13 +43,13 @@ SPOILED = "its device blocks were written before the store had ended"
 
 
 class Ended(NamedTuple):
-    """What has ended since the last ``poll``. Loads by ticket; of failed loads the problem."""
+    """Copies that have ended since the last ``poll``. Loads by ticket; of failed loads the problem."""
 
     loaded: tuple[int, ...]
     failed: dict[int, str]
     """A load that is late is here, and ends a second time in ``report`` alone."""
     report: Report
-    """For ``RelayedBooks.report``."""
+    """The report for ``RelayedBooks.report``."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class HostWorker:
         self._bytes.also(self._backend.close)
 
     def begin(self, orders: Orders) -> None:
-        """Before the caller's next writes: submits the stores, and orders these writes after ``orders.after``.
+        """Submits the stores before the caller's next writes, and orders these after ``orders.after``.
 
         Begins too what is to go to or come from the remote, between which and the device there is no order.
         """
@@ -164,7 +164,7 @@ class HostWorker:
         return self._engine.link_stats()
 
     def close(self) -> bool:
-        """As ``HostTier.close``; False if a copy may still write to the host memory."""
+        """Ends the worker, as ``HostTier.close`` does; False if a copy may still write to the host memory."""
         return self._bytes.close()
 
     def _submit(self, orders: Orders, is_load: bool) -> None:

@@ -89,8 +89,6 @@ class LinkStats:
     store_gbps: float | None
     """One long copy from device to host; None if it was not measured."""
     load_gbps: float | None
-    kernel_fragment_bytes: Mapping[str, list[int]]
-    """By direction, the measured fragment sizes that go through a kernel because it was clearly faster."""
     transfers: int
     """Counter, as are the following."""
     blocks: int

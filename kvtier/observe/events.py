@@ -94,7 +94,7 @@ class KVEvents:
             self._seen.append(_Seen("host", cache.spec.names, host))
 
     def poll(self) -> list[KVEvent]:
-        """At most two events a group and tier: removed keys, added keys.
+        """What has changed: two events a group and tier at most, removed keys and added keys.
 
         Call it from the scheduling thread, between two of its calls. Costs some nanoseconds for every block of both
         tiers.
@@ -103,7 +103,7 @@ class KVEvents:
         return [event for seen in self._seen for event in seen.poll()]
 
     def keys_of(self, request: Request) -> dict[str, KeyArray]:
-        """By group, the keys of the full blocks of the request's prompt, uint64 [n, 2].
+        """Keys of the full blocks of the request's prompt, by group, uint64 [n, 2].
 
         Key i names all tokens up to the end of block i. Keys depend on the request's salt, adapter and extra keys.
         Raises ``InvalidRequest`` for an object that is no request.
@@ -117,19 +117,19 @@ class KVEvents:
 
 
 class HostEvents:
-    """As ``KVEvents``, of a host tier with an engine's own keys (``HostTier``, ``RelayedBooks``)."""
+    """``KVEvents`` of a host tier with an engine's own keys (``HostTier``, ``RelayedBooks``)."""
 
     def __init__(self, books: HostBooks) -> None:
         self._books = books
         self._seen = _Seen("host", books.spec.names, books.pools)
 
     def poll(self) -> list[KVEvent]:
-        """At most two events a group: removed keys, added keys. Call it from the thread of the books' other calls."""
+        """Two events a group at most: removed keys, added keys. Call it from the thread of the books' other calls."""
         return list(self._seen.poll())
 
 
 def _among(keys: KeyArray, others: KeyArray) -> npt.NDArray[np.bool_]:
-    """Which of ``keys`` are also among ``others``; no key is twice on a side."""
+    """The keys that are also among ``others``, as a mask; no key is twice on a side."""
     if not len(keys) or not len(others):
         return np.zeros(len(keys), bool)
     mine, theirs = (np.ascontiguousarray(side).view(_KEY).reshape(-1) for side in (keys, others))

@@ -58,11 +58,11 @@ class Hit:
     """The known tokens as runs (start, end, source): "device", "host", "remote" or "computed"."""
     load: Load | None
     recompute_s: float | None
-    """What computing the hit's tokens would have taken; None if nobody knows."""
+    """Time that computing the hit's tokens would have taken; None if nobody knows."""
     runs_s: float = 0.0
     """When it ran, its load landed; from the arrival."""
     prefill_s: float | None = None
-    """From then until its known tokens were computed."""
+    """Seconds from then until its known tokens were computed."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Wait:
 
 @dataclass
 class GaveWay:
-    """It had a row and was sent back."""
+    """A request that had a row and was sent back."""
 
     at_s: float
     why: str
@@ -98,7 +98,7 @@ class Eviction:
 
 @dataclass
 class Explanation:
-    """Of one request. Seconds ``at_s`` count from its arrival, or from its first known event."""
+    """What became of one request. Seconds ``at_s`` count from its arrival, or from its first known event."""
 
     request_id: str
     state: str = "waiting"
@@ -127,7 +127,7 @@ class Explanation:
         return {**found, "hit": found["hits"][0] if found["hits"] else None, "lines": self.lines()}
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The explanation as lines for people."""
         from kvtier.observe.explanation_text import lines
 
         return lines(self)
@@ -158,7 +158,7 @@ def explain_all(
     unix_s: float,
     name_of: Callable[[str], str],
 ) -> list[Explanation | None]:
-    """As ``explain``, of several requests; the events are read once."""
+    """Explains several requests, as ``explain`` does one; the events are read once."""
     tellers = {name: _Teller(name, compute_s, name_of) for name in request_ids}
     loads: dict[int, _Teller] = {}
     for event in events:

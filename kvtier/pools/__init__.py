@@ -1,1 +1,1 @@
-"""Pools of blocks as both tiers have them: memory, books, and the compiled loops over them."""
+"""Pools of blocks, as device and host tier have them: memory, books, and the compiled loops over them."""

@@ -227,6 +227,16 @@ class BlockPools:
         """The store is overdue: the blocks are quarantined as soon as they have no holder."""
         batches.expire_batch(*self.arrays, groups, blocks, fence_of(ticket))
 
+    def are_fenced(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which blocks a store still reads, or an overdue store may still read."""
+        fenced: npt.NDArray[np.bool_] = self.arrays.fence[self.entries(groups, blocks)] != 0
+        return fenced
+
+    def are_waited_for(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which blocks could be handed out except for their fence."""
+        waited: npt.NDArray[np.bool_] = self.arrays.place[self.entries(groups, blocks)] == Place.FENCED
+        return waited
+
     def quarantine(self, groups: Ids, blocks: Ids) -> None:
         """Takes the blocks out of circulation and forgets their keys; references stay counted."""
         batches.quarantine_batch(*self.arrays, groups, blocks)

@@ -51,16 +51,18 @@ def _stamp_at(meta: Any, g: Any, position: Any) -> Any:
 
 
 @inlined
-def _stamp(meta: Any, ring: Any, g: Any, position: Any) -> Any:
+def _stamp(p: Any, g: Any, position: Any) -> Any:
     """The stamp of the entry at ``position``."""
+    meta = p.meta
     if position // STAMPED == meta[g, _TAIL] // STAMPED:
         return meta[0, _CLOCK] & _TICKS
-    return np.int64(ring[_stamp_at(meta, g, position)])
+    return np.int64(p.ring[_stamp_at(meta, g, position)])
 
 
 @inlined
-def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
+def enter_ring(p: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b becomes the coldest or the hottest entry."""
+    meta, slabs = p.meta, p.slabs
     superseded = cold and meta[g, _TAIL] - meta[g, _HEAD] < meta[g, _RSIZE]
     if superseded:
         meta[g, _HEAD] -= 1
@@ -69,10 +71,10 @@ def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, co
         position = meta[g, _TAIL]
         meta[g, _TAIL] += 1
         if position % STAMPED == STAMPED - 1:
-            ring[_stamp_at(meta, g, position)] = meta[0, _CLOCK] & _TICKS
+            p.ring[_stamp_at(meta, g, position)] = meta[0, _CLOCK] & _TICKS
     at = ring_at(meta, g, position)
-    ring[_U(meta[g, _RBASE]) + at] = -b if superseded else b
-    block = blocks[_U(meta[g, _BASE] + b)]
+    p.ring[_U(meta[g, _RBASE]) + at] = -b if superseded else b
+    block = p.blocks[_U(meta[g, _BASE] + b)]
     block.link = at
     meta[g, _CACHED] += 1
     slabs[np.int64(block.slab), _S_CACHED] += 1
@@ -81,23 +83,25 @@ def enter_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, co
     else:
         slabs[np.int64(block.slab), _S_STAMP] = meta[0, _CLOCK]
     if meta[g, _SWEEP] >= 0 or 8 * (meta[g, _TAIL] - meta[g, _HEAD]) > 7 * meta[g, _RSIZE]:
-        _sweep(meta, blocks, ring, g)
+        _sweep(p, g)
 
 
 @inlined
-def leave_ring(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+def leave_ring(p: Any, g: Any, b: Any) -> None:
     """Block b's entry becomes a hole."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    meta = p.meta
+    block = p.blocks[_U(meta[g, _BASE] + b)]
     at = _U(meta[g, _RBASE]) + _U(block.link)
-    slabs[np.int64(block.slab), _S_SUPERSEDED] -= ring[at] < 0
-    slabs[np.int64(block.slab), _S_CACHED] -= 1
-    ring[at] = 0
+    p.slabs[np.int64(block.slab), _S_SUPERSEDED] -= p.ring[at] < 0
+    p.slabs[np.int64(block.slab), _S_CACHED] -= 1
+    p.ring[at] = 0
     meta[g, _CACHED] -= 1
 
 
 @inlined
-def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
+def _sweep(p: Any, g: Any) -> None:
     """Closes some holes: entries move towards the head, in order, a few at a time."""
+    meta, ring = p.meta, p.ring
     base, start = meta[g, _BASE], _U(meta[g, _RBASE])
     if meta[g, _SWEEP] < 0:
         meta[g, _SWEEP] = meta[g, _CLOSED] = meta[g, _HEAD]
@@ -110,10 +114,10 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
         if entry != 0:
             ring[start + source] = 0
             ring[start + target] = entry
-            blocks[_U(base + abs(entry))].link = target
+            p.blocks[_U(base + abs(entry))].link = target
             first = entry > 0 and ring[start + ring_at(meta, g, closed - 1)] <= 0
             if first or (closed - meta[g, _SWEEPS]) % STAMPED == 0:  # shifts by sweep, so that stamps keep up
-                ring[_stamp_at(meta, g, closed)] = _stamp(meta, ring, g, next_one)
+                ring[_stamp_at(meta, g, closed)] = _stamp(p, g, next_one)
             closed += 1
         next_one += 1
     meta[g, _CLOSED], meta[g, _SWEEP] = closed, next_one
@@ -122,10 +126,11 @@ def _sweep(meta: Any, blocks: Any, ring: Any, g: Any) -> None:
 
 
 @inlined
-def skip_holes(meta: Any, ring: Any, g: Any) -> None:
+def skip_holes(p: Any, g: Any) -> None:
     """The ring's head is an entry. The caller knows that there is one."""
+    meta = p.meta
     start = _U(meta[g, _RBASE])
-    while ring[start + ring_at(meta, g, meta[g, _HEAD])] == 0:
+    while p.ring[start + ring_at(meta, g, meta[g, _HEAD])] == 0:
         if meta[g, _HEAD] == meta[g, _CLOSED] and meta[g, _SWEEP] > meta[g, _HEAD]:
             meta[g, _HEAD] = meta[g, _CLOSED] = meta[g, _SWEEP]  # all between is holes
         else:
@@ -136,21 +141,22 @@ def skip_holes(meta: Any, ring: Any, g: Any) -> None:
 
 
 @inlined
-def coldest_stamp(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any) -> Any:
+def coldest_stamp(p: Any, g: Any) -> Any:
     """When the ring's coldest entry was cached, on the tier's clock, or a few entries off; -1 if it was superseded.
 
     The caller knows that there is an entry. A stamp belongs to a few entries. A slab's stamp belongs to the last block
     cached there. The least is closest.
     """
-    skip_holes(meta, ring, g)
+    meta = p.meta
+    skip_holes(p, g)
     head, clock = meta[g, _HEAD], meta[0, _CLOCK]
-    if ring[_U(meta[g, _RBASE]) + ring_at(meta, g, head)] < 0:
+    if p.ring[_U(meta[g, _RBASE]) + ring_at(meta, g, head)] < 0:
         return np.int64(-1)
-    least = clock - ((clock - _stamp(meta, ring, g, head)) & _TICKS)
+    least = clock - ((clock - _stamp(p, g, head)) & _TICKS)
     for position in range(head, min(head + LOOK, meta[g, _TAIL])):
-        b = np.int64(ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)])
+        b = np.int64(p.ring[_U(meta[g, _RBASE]) + ring_at(meta, g, position)])
         if b != 0:
-            least = min(least, slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_STAMP])
+            least = min(least, p.slabs[np.int64(p.blocks[_U(meta[g, _BASE] + b)].slab), _S_STAMP])
     return least
 
 

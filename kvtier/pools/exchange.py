@@ -18,7 +18,7 @@ from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.cached_ring import coldest_stamp
 from kvtier.pools.key_index import rename
 from kvtier.pools.pool_loops import evict, make_empty, take, unpublish
-from kvtier.pools.pool_state import Col, Mark, Place, SlabCol
+from kvtier.pools.pool_state import Col, Mark, Place, PoolArrays, SlabCol
 from kvtier.pools.slab_loops import close_slab, first_block, open_slab
 
 _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
@@ -61,23 +61,24 @@ def _part(meta: Any, slabs: Any, g: Any, s: Any) -> None:
 
 
 @inlined
-def _forget_cached(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, s: Any) -> None:
+def _forget_cached(p: Any, g: Any, s: Any) -> None:
     """Slab s's cached blocks become empty ones."""
-    if slabs[s, _S_CACHED] == 0:
+    meta = p.meta
+    if p.slabs[s, _S_CACHED] == 0:
         return
     first = first_block(meta, g, s)
     for b in range(first, first + meta[g, _PER_SLAB]):
-        if blocks[_U(meta[g, _BASE] + b)].place == _CACHED:
-            unpublish(meta, blocks, slots, ring, empties, slabs, g, b)
+        if p.blocks[_U(meta[g, _BASE] + b)].place == _CACHED:
+            unpublish(p, g, b)
             meta[g, _EVICTED] += 1
 
 
 @inlined
-def surrender(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, s: Any) -> None:
+def surrender(p: Any, s: Any) -> None:
     """The pool of slab s gives it up; all its blocks are empty or cached."""
-    g = slabs[s, _OWNER]
-    _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)
-    _part(meta, slabs, g, s)
+    g = p.slabs[s, _OWNER]
+    _forget_cached(p, g, s)
+    _part(p.meta, p.slabs, g, s)
 
 
 @inlined
@@ -103,11 +104,12 @@ def _worth(slabs: Any, s: Any) -> Any:
 
 
 @inlined
-def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: Any, spare_cached: Any) -> Any:
+def coldest_slab(p: Any, g: Any, need: Any, spare_cached: Any) -> Any:
     """The slab that the pool of group g should take to have need[g] empty blocks; -1 if none.
 
     With ``spare_cached`` only a slab without cached blocks. None if its own coldest cached blocks are colder.
     """
+    meta, slabs = p.meta, p.slabs
     if meta[0, _UNUSED] < len(slabs):
         return meta[0, _UNUSED]
     best, least = np.int64(-1), np.int64(2**62)
@@ -121,7 +123,7 @@ def coldest_slab(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, need: An
         if worth < least and (worth == -2 or not spare_cached):
             best, least = np.int64(s), worth
     has_own = need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
-    if best >= 0 and least > -2 and has_own and coldest_stamp(meta, blocks, ring, slabs, g) <= least:
+    if best >= 0 and least > -2 and has_own and coldest_stamp(p, g) <= least:
         return np.int64(-1)
     return best
 
@@ -134,19 +136,18 @@ def provide(
 
     Returns whether every group has as many empty and cached blocks. Changes nothing if pools have slabs of their own.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     enough = True
     for g in range(len(meta)):
         while need[g] > meta[g, _N_EMPTY] and meta[g, _SLABS] < meta[g, _MOST_SLABS]:
-            s = coldest_slab(meta, blocks, ring, slabs, g, need, spare_cached)
+            s = coldest_slab(p, g, need, spare_cached)
             if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
                 break
             if s < 0:  # a slab's worth of its own goes, then the next look
-                evict(
-                    meta, blocks, slots, ring, empties, slabs, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])
-                )
+                evict(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB]))
                 continue
             if slabs[s, _OWNER] >= 0:
-                surrender(meta, blocks, slots, ring, empties, slabs, s)
+                surrender(p, s)
             else:
                 meta[0, _UNUSED] += 1
             adopt(meta, slabs, g, s)
@@ -225,17 +226,18 @@ def move_blocks(
 
     The links of moved blocks give their new ids. The pool has room: the caller has asked ``movable_slab``.
     """
+    p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     g, n = slabs[s, _OWNER], len(held)
-    _forget_cached(meta, blocks, slots, ring, empties, slabs, g, s)
+    _forget_cached(p, g, s)
     _part(meta, slabs, g, s)
-    make_empty(meta, blocks, slots, ring, empties, slabs, g, n)
+    make_empty(p, g, n)
     peak = meta[g, _PEAK]
-    take(meta, blocks, empties, slabs, g, targets, 0, n, -1)
+    take(p, g, targets, 0, n, -1)
     for k in range(n):
         source, target = blocks[_U(meta[g, _BASE] + held[k])], blocks[_U(meta[g, _BASE] + targets[k])]
         target.refs = source.refs
         if source.mark != _NONE:
-            rename(meta, blocks, slots, g, np.int64(held[k]), np.int64(targets[k]))
+            rename(p, g, np.int64(held[k]), np.int64(targets[k]))
         source.refs = 0
         source.place = _PLACE_EMPTY
         source.link = targets[k]

@@ -26,26 +26,27 @@ _ZERO, _ONE, _HALF, _LOW_HALF = _U(0), _U(1), _U(32), _U(0xFFFFFFFF)
 
 
 @inlined
-def locate(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
+def locate(p: Any, g: Any, low: Any, high: Any) -> Any:
     """(place in ``slots``, block) of the key; without a block that carries it, (the empty place for it, 0)."""
+    meta = p.meta
     base, start, mask = _U(meta[g, _BASE]), _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     tag = high >> _HALF
     slot = tag & mask
     while True:
-        entry = slots[start + slot]
+        entry = p.slots[start + slot]
         if entry == _ZERO:
             return start + slot, np.int64(0)
         if entry >> _HALF == tag:
-            block = blocks[base + (entry & _LOW_HALF)]
+            block = p.blocks[base + (entry & _LOW_HALF)]
             if block.low == low and block.high == high:
                 return start + slot, np.int64(entry & _LOW_HALF)
         slot = (slot + _ONE) & mask
 
 
 @inlined
-def find(meta: Any, blocks: Any, slots: Any, g: Any, low: Any, high: Any) -> Any:
+def find(p: Any, g: Any, low: Any, high: Any) -> Any:
     """The block of group g that carries the key, READY or PENDING; 0 if none."""
-    return locate(meta, blocks, slots, g, low, high)[1]
+    return locate(p, g, low, high)[1]
 
 
 @inlined
@@ -55,35 +56,35 @@ def index_place(meta: Any, g: Any, high: Any) -> Any:
 
 
 @inlined
-def prefetch_slot(meta: Any, slots: Any, g: Any, high: Any) -> None:
+def prefetch_slot(p: Any, g: Any, high: Any) -> None:
     """Prefetches the index's cache line of the key with this high word."""
-    prefetch(slots, index_place(meta, g, high))
+    prefetch(p.slots, index_place(p.meta, g, high))
 
 
 @inlined
-def publish(meta: Any, blocks: Any, slots: Any, slabs: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
+def publish(p: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
     """Names block b; returns 0. If another block of the group carries the key, returns that block and changes
     nothing."""
-    place, other = locate(meta, blocks, slots, g, low, high)
+    place, other = locate(p, g, low, high)
     if other != 0:
         return other
-    slots[place] = (high >> _HALF) << _HALF | _U(b)
-    block = blocks[_U(meta[g, _BASE] + b)]
+    p.slots[place] = (high >> _HALF) << _HALF | _U(b)
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     block.low = low
     block.high = high
     block.mark = mark
-    meta[g, _KEYED] += 1
+    p.meta[g, _KEYED] += 1
     if mark == _PENDING:
-        stick(meta, blocks, slabs, g, b)
+        stick(p, g, b)
     return np.int64(0)
 
 
 @inlined
-def rename(meta: Any, blocks: Any, slots: Any, g: Any, old: Any, new: Any) -> None:
+def rename(p: Any, g: Any, old: Any, new: Any) -> None:
     """Block ``new`` carries block ``old``'s key from now on."""
-    source, target = blocks[_U(meta[g, _BASE] + old)], blocks[_U(meta[g, _BASE] + new)]
-    place = locate(meta, blocks, slots, g, source.low, source.high)[0]
-    slots[place] = (source.high >> _HALF) << _HALF | _U(new)
+    source, target = p.blocks[_U(p.meta[g, _BASE] + old)], p.blocks[_U(p.meta[g, _BASE] + new)]
+    place = locate(p, g, source.low, source.high)[0]
+    p.slots[place] = (source.high >> _HALF) << _HALF | _U(new)
     target.low = source.low
     target.high = source.high
     target.mark = source.mark
@@ -91,9 +92,10 @@ def rename(meta: Any, blocks: Any, slots: Any, g: Any, old: Any, new: Any) -> No
 
 
 @inlined
-def forget(blocks: Any, slots: Any, base: Any, start: Any, mask: Any, b: Any) -> None:
+def forget(p: Any, base: Any, start: Any, mask: Any, b: Any) -> None:
     """Takes the key of block b out of the index; the caller counts it."""
-    block = blocks[_U(base + b)]
+    slots = p.slots
+    block = p.blocks[_U(base + b)]
     tag = block.high >> _HALF
     slot = tag & mask
     while slots[start + slot] != tag << _HALF | _U(b):
@@ -113,9 +115,10 @@ def forget(blocks: Any, slots: Any, base: Any, start: Any, mask: Any, b: Any) ->
 
 
 @inlined
-def forget_one(meta: Any, blocks: Any, slots: Any, slabs: Any, g: Any, b: Any) -> None:
+def forget_one(p: Any, g: Any, b: Any) -> None:
     """Takes the key of block b, which has one, out of the index."""
-    if blocks[_U(meta[g, _BASE] + b)].mark == _PENDING:
-        unstick(meta, blocks, slabs, g, b)
-    forget(blocks, slots, meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), b)
+    meta = p.meta
+    if p.blocks[_U(meta[g, _BASE] + b)].mark == _PENDING:
+        unstick(p, g, b)
+    forget(p, meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), b)
     meta[g, _KEYED] -= 1

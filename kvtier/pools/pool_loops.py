@@ -41,20 +41,21 @@ AHEAD = 16
 
 
 @inlined
-def unpublish(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
+def unpublish(p: Any, g: Any, b: Any) -> None:
     """Forgets block b's key; a cached block becomes an empty one."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.mark == _NONE:
         return
-    forget_one(meta, blocks, slots, slabs, g, b)
+    forget_one(p, g, b)
     if block.place == _CACHED:
-        leave_ring(meta, blocks, ring, slabs, g, b)
-        to_empty(meta, blocks, empties, slabs, g, b)
+        leave_ring(p, g, b)
+        to_empty(p, g, b)
 
 
 @inlined
-def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, n: Any) -> None:
+def evict(p: Any, g: Any, n: Any) -> None:
     """The n coldest cached blocks become empty ones. The caller has checked that there are n."""
+    meta, blocks, ring, slabs = p.meta, p.blocks, p.ring, p.slabs
     if n > meta[g, _N_CACHED]:
         raise AssertionError("evict() of more blocks than are cached")
     # Counters are kept in local variables: as far as the compiler knows, writing a block may change ``meta``.
@@ -65,16 +66,16 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: An
         ahead = abs(np.int64(ring[first + (_U(head + 2 * AHEAD) & last)]))  # a stale entry does no harm
         prefetch(blocks, _U(base + ahead))
         ahead = abs(np.int64(ring[first + (_U(head + AHEAD) & last)]))
-        prefetch(slots, index_place(meta, g, blocks[_U(base + ahead)].high))
+        prefetch(p.slots, index_place(meta, g, blocks[_U(base + ahead)].high))
         if ring[first + (_U(head) & last)] == 0:
             meta[g, _HEAD] = head
-            skip_holes(meta, ring, g)
+            skip_holes(p, g)
             head = meta[g, _HEAD]
         entry = np.int64(ring[first + (_U(head) & last)])
         b = abs(entry)
         ring[first + (_U(head) & last)] = 0
         head += 1
-        forget(blocks, slots, base, start, mask, b)
+        forget(p, base, start, mask, b)
         block = blocks[_U(base + b)]
         if block.slab != s:
             if s >= 0:
@@ -82,7 +83,7 @@ def evict(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: An
             s, here = np.int64(block.slab), np.int64(0)
             top = list_of(meta, g, s) + slabs[s, _S_LISTED]
         block.place = _EMPTY
-        empties[_U(top + here)] = b
+        p.empties[_U(top + here)] = b
         here += 1
         if entry < 0:
             slabs[s, _S_SUPERSEDED] -= 1
@@ -104,56 +105,56 @@ def _listed(meta: Any, slabs: Any, g: Any, s: Any, n: Any, cached: Any) -> None:
 
 
 @inlined
-def _to_free(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, cold: Any
-) -> None:
+def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
     """Block b has no reference left."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.place == _QUAR:
         return
     if block.fence < 0:
-        unstick(meta, blocks, slabs, g, b)
-        _to_quarantine(meta, blocks, slots, ring, empties, slabs, g, b)
+        unstick(p, g, b)
+        _to_quarantine(p, g, b)
     elif block.fence > 0:
         block.place = _FENCED
-        meta[g, _N_FENCED] += 1
+        p.meta[g, _N_FENCED] += 1
     elif block.mark == _NONE:
-        to_empty(meta, blocks, empties, slabs, g, b)
+        to_empty(p, g, b)
     else:
         block.place = _CACHED
-        enter_ring(meta, blocks, ring, slabs, g, b, cold)
+        enter_ring(p, g, b, cold)
 
 
 @inlined
-def _to_quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
+def _to_quarantine(p: Any, g: Any, b: Any) -> None:
     """Block b, which is neither empty nor cached, leaves circulation; the caller counts its old place."""
-    unpublish(meta, blocks, slots, ring, empties, slabs, g, b)
-    blocks[_U(meta[g, _BASE] + b)].place = _QUAR
-    meta[g, _N_QUAR] += 1
-    stick(meta, blocks, slabs, g, b)
+    unpublish(p, g, b)
+    p.blocks[_U(p.meta[g, _BASE] + b)].place = _QUAR
+    p.meta[g, _N_QUAR] += 1
+    stick(p, g, b)
 
 
 @inlined
-def _hold(meta: Any, blocks: Any, g: Any, b: Any) -> None:
+def _hold(p: Any, g: Any, b: Any) -> None:
     """Block b has left the free ones."""
-    blocks[_U(meta[g, _BASE] + b)].place = _HELD
+    meta = p.meta
+    p.blocks[_U(meta[g, _BASE] + b)].place = _HELD
     meta[g, _N_HELD] += 1
     meta[g, _PEAK] = max(meta[g, _PEAK], meta[g, _N_HELD])
 
 
 @inlined
-def make_empty(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, n: Any) -> None:
+def make_empty(p: Any, g: Any, n: Any) -> None:
     """Makes sure that group g has n empty blocks. The caller has checked that EMPTY + CACHED >= n."""
-    if n > meta[g, _N_EMPTY]:
-        evict(meta, blocks, slots, ring, empties, slabs, g, n - meta[g, _N_EMPTY])
+    if n > p.meta[g, _N_EMPTY]:
+        evict(p, g, n - p.meta[g, _N_EMPTY])
 
 
 @inlined
-def take(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, out: Any, at: Any, n: Any, near: Any) -> None:
+def take(p: Any, g: Any, out: Any, at: Any, n: Any, near: Any) -> None:
     """Hands out n empty blocks with one reference each, to out[at:]; ``make_empty`` has provided them.
 
     Takes from slab ``near`` first, if it is not -1 and has empty blocks.
     """
+    meta, slabs = p.meta, p.slabs
     base, left = meta[g, _BASE], n
     if n > meta[g, _N_EMPTY]:
         raise AssertionError("take() from a pool without an empty block")
@@ -165,13 +166,13 @@ def take(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, out: Any, at:
         used = min(here, slabs[s, _S_LISTED])
         top, fresh = list_of(meta, g, s) + slabs[s, _S_LISTED] - 1, slabs[s, _S_FRESH]
         for i in range(_U(used)):
-            b = np.int64(empties[_U(top) - i])
-            block = blocks[_U(base + b)]
+            b = np.int64(p.empties[_U(top) - i])
+            block = p.blocks[_U(base + b)]
             block.place = _HELD
             block.refs = 1
             out[_U(at) + i] = b
         for i in range(_U(used), _U(here)):
-            block = blocks[_U(base + fresh)]
+            block = p.blocks[_U(base + fresh)]
             block.place = _HELD
             block.refs = 1
             block.slab = s
@@ -190,52 +191,41 @@ def take(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, out: Any, at:
 
 
 @inlined
-def acquire(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any) -> None:
+def acquire(p: Any, g: Any, b: Any) -> None:
     """One more reference to a block that is held or findable."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.refs == 0:
         if block.place == _CACHED:
-            leave_ring(meta, blocks, ring, slabs, g, b)
+            leave_ring(p, g, b)
         elif block.place == _FENCED:
-            meta[g, _N_FENCED] -= 1
+            p.meta[g, _N_FENCED] -= 1
         else:
             raise AssertionError("acquire() of a block that holds nothing")
-        _hold(meta, blocks, g, b)
+        _hold(p, g, b)
     block.refs += 1
 
 
 @inlined
-def release(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, cold: Any) -> None:
+def release(p: Any, g: Any, b: Any, cold: Any) -> None:
     """Takes one reference; the last one frees the block, whose content is then the hottest, or the coldest."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.refs <= 0 or b == 0:
         raise AssertionError("release() of a block that nobody holds")
     block.refs -= 1
     if block.refs == 0:
-        meta[g, _N_HELD] -= block.place == _HELD
-        _to_free(meta, blocks, slots, ring, empties, slabs, g, b, cold)
+        p.meta[g, _N_HELD] -= block.place == _HELD
+        _to_free(p, g, b, cold)
 
 
 @inlined
-def release_run(
-    meta: Any,
-    blocks: Any,
-    slots: Any,
-    ring: Any,
-    empties: Any,
-    slabs: Any,
-    g: Any,
-    table: Any,
-    at: Any,
-    n: Any,
-    cold: Any,
-) -> None:
+def release_run(p: Any, g: Any, table: Any, at: Any, n: Any, cold: Any) -> None:
     """``release`` of the n blocks at table[at:], which become null."""
+    meta, slabs = p.meta, p.slabs
     base, freed, s, top, here = meta[g, _BASE], 0, np.int64(-1), np.int64(0), np.int64(0)
     for i in range(_U(n)):
         b = np.int64(table[_U(at) + i])
         table[_U(at) + i] = 0
-        block = blocks[_U(base + b)]
+        block = p.blocks[_U(base + b)]
         if block.refs == 1 and block.place == _HELD and block.mark == _NONE and block.fence == 0:
             if block.slab != s:  # nearly all: back to the empty blocks, with the counters in local variables
                 if s >= 0:
@@ -244,14 +234,14 @@ def release_run(
                 top = list_of(meta, g, s) + slabs[s, _S_LISTED]
             block.refs = 0
             block.place = _EMPTY
-            empties[_U(top + here)] = b
+            p.empties[_U(top + here)] = b
             here += 1
             freed += 1
         else:
             if s >= 0:
                 _listed(meta, slabs, g, s, here, 0)
             s = np.int64(-1)
-            release(meta, blocks, slots, ring, empties, slabs, g, b, cold)
+            release(p, g, b, cold)
     if s >= 0:
         _listed(meta, slabs, g, s, here, 0)
     meta[g, _N_EMPTY] += freed
@@ -259,73 +249,70 @@ def release_run(
 
 
 @inlined
-def fence(meta: Any, blocks: Any, ring: Any, slabs: Any, g: Any, b: Any, ticket: Any) -> None:
+def fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
     """A store begins to read block b: its next writer must be ordered after ``ticket``."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.place == _CACHED:
-        leave_ring(meta, blocks, ring, slabs, g, b)
+        leave_ring(p, g, b)
         block.place = _FENCED
-        meta[g, _N_FENCED] += 1
+        p.meta[g, _N_FENCED] += 1
     if block.fence <= 0:
-        count_fence(meta, blocks, slabs, g, b, 1)
+        count_fence(p, g, b, 1)
     block.fence = ticket
 
 
 @inlined
-def unfence(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, ticket: Any, cold: Any
-) -> None:
+def unfence(p: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
     """The store ``ticket`` no longer stands in the way of block b's next writer."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.fence != ticket and block.fence != -ticket:
         return
     if block.fence > 0:
-        count_fence(meta, blocks, slabs, g, b, -1)
+        count_fence(p, g, b, -1)
     elif block.place == _HELD:
-        unstick(meta, blocks, slabs, g, b)
+        unstick(p, g, b)
     block.fence = 0
     if block.place == _FENCED:
-        meta[g, _N_FENCED] -= 1
-        _to_free(meta, blocks, slots, ring, empties, slabs, g, b, cold)
+        p.meta[g, _N_FENCED] -= 1
+        _to_free(p, g, b, cold)
     elif block.place == _QUAR:
-        restore(meta, blocks, slots, ring, empties, slabs, g, b)
+        restore(p, g, b)
 
 
 @inlined
-def expire_fence(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any, ticket: Any
-) -> None:
+def expire_fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
     """The store ``ticket`` is overdue: block b is quarantined, at once or when its last reference goes."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.fence != ticket:
         return
-    count_fence(meta, blocks, slabs, g, b, -1)
+    count_fence(p, g, b, -1)
     block.fence = -ticket
     if block.place == _HELD:
-        stick(meta, blocks, slabs, g, b)
+        stick(p, g, b)
     elif block.place == _FENCED:
-        meta[g, _N_FENCED] -= 1
-        _to_quarantine(meta, blocks, slots, ring, empties, slabs, g, b)
+        p.meta[g, _N_FENCED] -= 1
+        _to_quarantine(p, g, b)
 
 
 @inlined
-def quarantine(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
+def quarantine(p: Any, g: Any, b: Any) -> None:
     """A copy that never ended may still write block b, which is held: it is not handed out until ``restore``."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.place != _QUAR:
-        meta[g, _N_HELD] -= block.place == _HELD
-        _to_quarantine(meta, blocks, slots, ring, empties, slabs, g, b)
+        p.meta[g, _N_HELD] -= block.place == _HELD
+        _to_quarantine(p, g, b)
 
 
 @inlined
-def restore(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
+def restore(p: Any, g: Any, b: Any) -> None:
     """The late copy has ended: block b is an empty block again, or held until its last reference goes."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    meta = p.meta
+    block = p.blocks[_U(meta[g, _BASE] + b)]
     if block.place == _QUAR:
         meta[g, _N_QUAR] -= 1
-        unstick(meta, blocks, slabs, g, b)
+        unstick(p, g, b)
         if block.refs == 0:
-            to_empty(meta, blocks, empties, slabs, g, b)
+            to_empty(p, g, b)
         else:
             block.place = _HELD
             meta[g, _N_HELD] += 1

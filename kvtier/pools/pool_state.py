@@ -14,13 +14,15 @@ since the pool got the slab are a counter, not a list.
 A pool knows ids for the whole arena, but only the ids in its present slabs are its own. The records of other ids say
 EMPTY and count nowhere. A slab changes hands when none of its blocks is held, fenced or quarantined.
 
+Loops that Python calls often get arrays one by one, since a call with a record takes longer, and make the records.
+Parts of loops get the records; those that need only counters or the geometry get these arrays.
+
 Arguments of the compiled loops have these names, here and in ``gpu_pool`` and ``coordinator``. There are G groups, and
 M rows of the block tables:
 
+    p, t                                  a whole ``PoolArrays``, a whole ``RowArrays`` (``gpu_pool/row_state.py``)
     meta blocks slots ring empties slabs  the fields of ``PoolArrays``
-    geometry table span state chain tail  the fields of ``RowArrays`` (``gpu_pool/row_state.py``); also eos, generated
-                                          and superseded
-    p, t                                  a whole ``PoolArrays``, a whole ``RowArrays``
+    geometry table span state chain tail  the fields of ``RowArrays``; also eos, generated and superseded
     g, b, s                               a group, a block id of its pool, a slab; b's record is blocks[BASE[g] + b]
     r                                     a row of the block tables
     low, high                             the two words of a key

@@ -76,12 +76,13 @@ def add_empties(meta: Any, slabs: Any, g: Any, s: Any, n: Any) -> None:
 
 
 @inlined
-def to_empty(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, b: Any) -> None:
+def to_empty(p: Any, g: Any, b: Any) -> None:
     """Block b becomes an empty one."""
-    block = blocks[_U(meta[g, _BASE] + b)]
+    meta, slabs = p.meta, p.slabs
+    block = p.blocks[_U(meta[g, _BASE] + b)]
     s = np.int64(block.slab)
     block.place = _PLACE_EMPTY
-    empties[_U(list_of(meta, g, s) + slabs[s, _S_LISTED])] = b
+    p.empties[_U(list_of(meta, g, s) + slabs[s, _S_LISTED])] = b
     slabs[s, _S_LISTED] += 1
     add_empties(meta, slabs, g, s, 1)
     meta[g, _EMPTY] += 1
@@ -91,25 +92,25 @@ def to_empty(meta: Any, blocks: Any, empties: Any, slabs: Any, g: Any, b: Any) -
 
 
 @inlined
-def stick(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
+def stick(p: Any, g: Any, b: Any) -> None:
     """Block b cannot be moved until ``unstick``."""
-    s = np.int64(blocks[_U(meta[g, _BASE] + b)].slab)
-    meta[g, _STUCK] += slabs[s, _S_STUCK] == 0
-    slabs[s, _S_STUCK] += 1
+    s = np.int64(p.blocks[_U(p.meta[g, _BASE] + b)].slab)
+    p.meta[g, _STUCK] += p.slabs[s, _S_STUCK] == 0
+    p.slabs[s, _S_STUCK] += 1
 
 
 @inlined
-def unstick(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any) -> None:
+def unstick(p: Any, g: Any, b: Any) -> None:
     """Ends ``stick``."""
-    s = np.int64(blocks[_U(meta[g, _BASE] + b)].slab)
-    slabs[s, _S_STUCK] -= 1
-    meta[g, _STUCK] -= slabs[s, _S_STUCK] == 0
+    s = np.int64(p.blocks[_U(p.meta[g, _BASE] + b)].slab)
+    p.slabs[s, _S_STUCK] -= 1
+    p.meta[g, _STUCK] -= p.slabs[s, _S_STUCK] == 0
 
 
 @inlined
-def count_fence(meta: Any, blocks: Any, slabs: Any, g: Any, b: Any, n: Any) -> None:
+def count_fence(p: Any, g: Any, b: Any, n: Any) -> None:
     """A store reads block b (n = 1), or no longer reads it, or is overdue (n = -1)."""
-    slabs[np.int64(blocks[_U(meta[g, _BASE] + b)].slab), _S_FENCES] += n
+    p.slabs[np.int64(p.blocks[_U(p.meta[g, _BASE] + b)].slab), _S_FENCES] += n
 
 
 # --- what fits ------------------------------------------------------------------------------------

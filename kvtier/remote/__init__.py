@@ -1,1 +1,1 @@
-"""The tier behind the host tier: a remote that machines share and that survives a restart."""
+"""The remote tier, behind the host tier: objects that machines share and that survive a restart."""

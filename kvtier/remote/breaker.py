@@ -21,7 +21,7 @@ class Tried(Enum):
 
 
 class Breaker:
-    """Of one remote."""
+    """Decides whether one remote is tried."""
 
     def __init__(self) -> None:
         self.hanging = 0

@@ -32,7 +32,7 @@ class RemoteCounts:
     failed_fetches: int = 0
     """Objects that went wrong."""
     damaged_objects: int = 0
-    """Of them, objects that were not what they should be."""
+    """Failed fetches of objects that were not what they should be."""
     expired: int = 0
     """Calls that were given up."""
     superseded_texts: int = 0
@@ -55,7 +55,7 @@ class RemoteCounts:
     spill_latency: Latencies = field(default_factory=Latencies)
     fetch_latency: Latencies = field(default_factory=Latencies)
     fetch_bytes_per_s: float = 0.0
-    """Of the last fetches; 0 before the first one."""
+    """Speed of the last fetches; 0 before the first one."""
 
     def note_look(self, answer: Answer) -> None:
         """A question was answered."""

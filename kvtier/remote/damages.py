@@ -21,6 +21,6 @@ KINDS = (*dict.fromkeys(kind for _, kind in _KINDS), OTHER)
 
 
 def kind_of(reason: str) -> str:
-    """Of a reason that begins with ``DAMAGED``."""
+    """The kind of damage in a reason that begins with ``DAMAGED``."""
     told = reason.removeprefix(DAMAGED).lstrip(": ")
     return next((kind for words, kind in _KINDS if told.startswith(words)), OTHER)

@@ -18,7 +18,7 @@ Name = tuple[str, bytes]
 AGAIN_S, MOST_S = 1.0, 60.0
 """Until a delete that has failed is tried again: doubled each time, up to the second."""
 HOPEFUL = 4
-"""After so many tries nobody waits for a delete any more."""
+"""Tries after which nobody waits for a delete any more."""
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class _Text:
 
 
 class Disowned:
-    """Of one remote. ``delete(names, answered)`` asks for a delete."""
+    """Names of one remote that are being deleted. ``delete(names, answered)`` asks for a delete."""
 
     def __init__(self, delete: Callable[[list[Name], Callable[[Answer], None]], None]) -> None:
         self._delete = delete

@@ -20,7 +20,7 @@ QUIET_S = 1.0
 
 
 class RemoteFailures:
-    """Of one remote."""
+    """The log's lines of one remote."""
 
     def __init__(self) -> None:
         self._silent_until = dict.fromkeys(Way, float("-inf"))

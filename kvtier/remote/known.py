@@ -1,9 +1,8 @@
 """Names that are known to be stored, the newest of them, and who is told of changes.
 
 Owns       these names, and those that were believed to be stored and are not.
-Promises   a listener's changes, one after the other, leave exactly the names that the remote has said it has, as far as
-           they are kept here. One that never takes them costs no more than twice the names that are kept. Without a
-           listener nothing is recorded.
+Promises   replaying a listener's changes gives the names known to be stored. One that never takes them costs no more
+           than twice the names that are kept. Without a listener nothing is recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvtier.remote.objects import Name
 MOST_KNOWN = 2**18
 MOST_LOST = 1024
 FRESH_S = 3600.0
-"""After so long an object that somebody offers is stored once more: its keeper may have removed it as an old one."""
+"""Age at which an object that somebody offers is stored once more: its keeper may have removed it as an old one."""
 
 
 class Changes:

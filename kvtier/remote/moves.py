@@ -40,7 +40,7 @@ class Move:
     of: Ids
     """The object of each block, by position, ascending. A fetch reads objects of which some blocks are here already."""
     object_bytes: Bytes
-    """What it reads or writes of each object, int64 [objects]."""
+    """Bytes that it reads or writes of each object, int64 [objects]."""
     epoch: int
     deadline_s: float
     pinned: tuple[Ids, Ids] = field(default_factory=lambda: (np.empty(0, np.int32), np.empty(0, np.int32)))
@@ -49,7 +49,7 @@ class Move:
 
     @property
     def num_bytes(self) -> int:
-        """Of all objects."""
+        """Bytes of all objects."""
         return int(self.object_bytes.sum())
 
     def move(self, state: TransferState) -> None:
@@ -75,35 +75,35 @@ class Seek:
 
     state: SeekState
     until_s: float = 0.0
-    """When it stops to wait for answers."""
+    """Time at which it stops waiting for answers."""
     asked_s: float = 0.0
-    """When it has asked last."""
+    """Time of its last question."""
     is_late: bool = False
     """Whether it does not wait for answers, or not any more."""
     ticket: int = 0
-    """Of the question, or of the fetch."""
+    """Ticket of the question, or of the fetch."""
     bound: int = 0
-    """Its longest possible hit."""
+    """The longest hit that is possible."""
     have: int = 0
     """The hit of the two tiers here."""
     end: int = 0
     """The boundary of the hit that was found."""
     here: int = 0
-    """Tiles that the two tiers here have, ..."""
+    """Tiles that the two tiers here have, in strides of the plan of objects, as are the next three."""
     low: int = 0
-    """... that are in the remote or here for certain, and ..."""
+    """Tiles that are here or in the remote for certain."""
     high: int = 0
-    """... that may be, counted in strides of the plan of objects."""
+    """Tiles that may be here or in the remote."""
     samples: list[int] = field(default_factory=list)
-    """The tiles that the question names first, likewise."""
+    """The tiles that the question names first."""
     ends: list[int] = field(default_factory=list)
-    """The boundaries whose ends it names then, and ..."""
+    """The boundaries whose ends the question names after them."""
     sizes: list[int] = field(default_factory=list)
-    """... the number of names of each."""
+    """The number of names of each of these ends."""
     there: set[int] = field(default_factory=set)
-    """Boundaries whose ends are there, and ..."""
+    """Boundaries whose ends the remote has."""
     lacking: set[int] = field(default_factory=set)
-    """... those whose ends are not."""
+    """Boundaries whose ends the remote lacks."""
     is_second: bool = False
     """Whether the question is about shorter hits."""
     fetched: Words = field(default_factory=lambda: np.empty((0, 2), np.uint64))

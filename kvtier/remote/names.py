@@ -24,7 +24,7 @@ from kvtier.remote.envelope import FORMAT, MOST_KIND
 ROOT = "kvt1"
 """The first part of every name. Whatever else lies in a bucket or directory is left alone."""
 BYTE_LAYOUT = 1
-"""Of K and V in a block (``kvtier.pools.arena``). Another number, if that changes."""
+"""Version of the layout of K and V in a block (``kvtier.pools.arena``). Another number, if that changes."""
 
 _NAME = re.compile(rf"{ROOT}/([0-9a-f]{{32}})/([a-z0-9_.-]{{1,{MOST_KIND}}})/([0-9a-f]{{2}})/(\3[0-9a-f]{{30}})")
 
@@ -57,7 +57,7 @@ def namespace(chain: KeyChain, spec: CacheSpec, secret: bytes, plan: Sequence[st
 
 
 def outside_namespace(model_id: str, spec: OutsideSpec, secret: bytes, plan: Sequence[str | int] = ()) -> bytes:
-    """Of an engine with memory and keys of its own: ``model_id`` names its weights, its kernels and its keys.
+    """The namespace of an engine with memory and keys of its own: ``model_id`` names its weights, kernels and keys.
 
     Raises ``ConfigError`` as ``namespace`` does.
     """

@@ -57,7 +57,7 @@ class Objects:
         return found
 
     def only(self, wanted: npt.NDArray[np.bool_]) -> Objects:
-        """Those of them, bool [objects]."""
+        """The objects that are wanted, bool [objects]."""
         if wanted.all():
             return self
         blocks = wanted[self.of]
@@ -87,7 +87,7 @@ class KeptGroup(Protocol):
 
     @property
     def attention(self) -> Attention:
-        """What its queries see."""
+        """What the group's queries see."""
 
     @property
     def block_tokens(self) -> int:
@@ -103,7 +103,7 @@ class KeptSpec(Protocol):
 
     @property
     def groups(self) -> Sequence[KeptGroup]:
-        """In the order of the pools."""
+        """The groups in the order of the pools."""
 
     @property
     def hash_tokens(self) -> int:
@@ -112,6 +112,9 @@ class KeptSpec(Protocol):
     @property
     def hit_tokens(self) -> int:
         """A hit is a multiple of it."""
+
+
+_Groups = list[tuple[int, KeptGroup]]
 
 
 class ObjectPlan:
@@ -125,19 +128,20 @@ class ObjectPlan:
         """Tokens of a key."""
         self._groups = list(enumerate(spec.groups))
         small = [(g, of) for g, of in self._groups if of.block_bytes < least_bytes]
-        self._big = [(g, of) for g, of in self._groups if of.block_bytes >= least_bytes]
-        self._tiled = [(g, of) for g, of in small if of.attention.kind is Kind.FULL]
-        self._local = [(g, of) for g, of in small if of.attention.kind is not Kind.FULL]
+        self.big = [(g, of) for g, of in self._groups if of.block_bytes >= least_bytes]
+        """Groups, by number, whose blocks are objects by themselves: those that attend to everything, and others."""
+        self.big_full, self.big_local = _by_kind(self.big)
+        self._tiled, self.small_local = _by_kind(small)
         a_unit = sum(of.block_bytes * (self.unit // of.block_tokens) for _, of in self._tiled)
         self.tile_tokens = self.unit * max(1, -(-least_bytes // a_unit)) if a_unit else 0
         """Tokens of a tile; 0 if nothing is tiled."""
-        self.has_ends = bool(small) and (self.tile_tokens != self.unit or bool(self._local))
+        self.has_ends = bool(small) and (self.tile_tokens != self.unit or bool(self.small_local))
         """Whether hits need an "e" object, unless it would be empty."""
 
     @property
     def signature(self) -> list[str | int]:
-        """What the cut of texts depends on beside their groups."""
-        return ["tile", self.tile_tokens, *(f"b{g}" for g, _ in self._big)]
+        """All that the cut of texts depends on, beside the groups."""
+        return ["tile", self.tile_tokens, *(f"b{g}" for g, _ in self.big)]
 
     def most_with(self, reach: int) -> int:
         """The longest boundary whose tiles end at ``reach`` or before."""
@@ -145,14 +149,17 @@ class ObjectPlan:
             return reach
         return reach // self.tile_tokens * self.tile_tokens + self.tile_tokens - self.unit
 
-    def end(self, keys: KeyArray, n: int) -> Objects | None:
-        """What a hit at boundary n needs of small blocks beyond its tiles; None if that is nothing."""
+    def needs_end(self, n: int) -> bool:
+        """Whether a hit at boundary n needs small blocks beyond its tiles."""
+        has_rest = self.tile_tokens > 0 and n % self.tile_tokens != 0
+        return has_rest or any(first < end for first, end in (_seen(of, n) for _, of in self.small_local))
+
+    def end(self, keys: KeyArray, n: int) -> Objects:
+        """What a hit at boundary n needs of small blocks beyond its tiles (``needs_end``)."""
         start = n // self.tile_tokens * self.tile_tokens if self.tile_tokens else n
         parts = [(g, start // of.block_tokens, n // of.block_tokens) for g, of in self._tiled]
-        parts += [(g, of.attention.first_visible(n) // of.block_tokens, n // of.block_tokens) for g, of in self._local]
+        parts += [(g, *_seen(of, n)) for g, of in self.small_local]
         found = [(g, self._block_keys(keys, g, first, end)) for g, first, end in parts if end > first]
-        if not found:
-            return None
         groups = np.repeat(np.array([g for g, _ in found], np.int32), [len(of) for _, of in found])
         return Objects(
             [self._end_name(keys, n)], np.zeros_like(groups), groups, np.concatenate([of for _, of in found])
@@ -163,13 +170,13 @@ class ObjectPlan:
 
     @property
     def kinds(self) -> list[str]:
-        """Of all objects."""
-        return ["t", "e", *(f"b{g}" for g, _ in self._big)]
+        """The kinds of all objects."""
+        return ["t", "e", *(f"b{g}" for g, _ in self.big)]
 
     def all_names(self, keys: KeyArray) -> list[Name]:
-        """Of all objects that any hit on this text may need."""
+        """Names of all objects that any hit on this text may need."""
         steps = [("t", self.tile_tokens), ("e", self.unit if self.has_ends else 0)]
-        steps += [(f"b{g}", of.block_tokens) for g, of in self._big]
+        steps += [(f"b{g}", of.block_tokens) for g, of in self.big]
         cut = [(kind, step // self.link) for kind, step in steps if step]
         return [name for kind, units in cut for name in _named(kind, keys[units - 1 :: units])]
 
@@ -186,17 +193,17 @@ class ObjectPlan:
         """
         for first, end in _slices(0, n // self.tile_tokens if self.tile_tokens else 0, most):
             yield self._tiles(keys, first, end)
-        for g, of in self._big:
-            first = 0 if of.attention.kind is Kind.FULL else of.attention.first_visible(n) // of.block_tokens
-            for at, end in _slices(first, n // of.block_tokens, most):
+        for g, of in self.big:
+            first, last = (0, n // of.block_tokens) if of.attention.kind is Kind.FULL else _seen(of, n)
+            for at, end in _slices(first, last, most):
                 found = np.ascontiguousarray(self._block_keys(keys, g, at, end))
                 each, groups = np.arange(len(found), dtype=np.int32), np.full(len(found), g, np.int32)
                 yield Objects(_named(f"b{g}", found), each, groups, found)
-        if self.has_ends and (end_object := self.end(keys, n)) is not None:
-            yield end_object
+        if self.needs_end(n):
+            yield self.end(keys, n)
 
     def of_hit(self, keys: KeyArray, n: int) -> Objects:
-        """The same objects, all at once."""
+        """All objects of the hit at once."""
         return Objects.joined(list(self.parts(keys, n)))
 
     def _tiles(self, keys: KeyArray, first: int, end: int) -> Objects:
@@ -222,7 +229,7 @@ class ObjectPlan:
     def names_at(self, keys: KeyArray, n: int) -> list[Name]:
         """The tile, and the big full-attention blocks, that end at boundary n, a multiple of ``stride``."""
         key = self._key(keys, n)
-        big = [f"b{g}" for g, of in self._big if of.attention.kind is Kind.FULL]
+        big = [f"b{g}" for g, _ in self.big_full]
         return [(kind, key) for kind in (["t", *big] if self.tile_tokens and n % self.tile_tokens == 0 else big)]
 
     def signs_of_end(self, keys: KeyArray, n: int) -> list[Name]:
@@ -230,10 +237,9 @@ class ObjectPlan:
 
         Of a window of big blocks the first and the last: the boundary before one that is stored has the last.
         """
-        if self.has_ends and self.end(keys, n) is not None:
+        if self.needs_end(n):
             return [self._end_name(keys, n)]
-        local = [(g, of) for g, of in self._big if of.attention.kind is not Kind.FULL]
-        spans = [(g, bt := of.block_tokens, of.attention.first_visible(n) // bt, n // bt) for g, of in local]
+        spans = [(g, of.block_tokens, *_seen(of, n)) for g, of in self.big_local]
         both = [(g, bt, j) for g, bt, first, end in spans if first < end for j in sorted({first, end - 1})]
         return [(f"b{g}", self._key(keys, (j + 1) * bt)) for g, bt, j in both]
 
@@ -248,6 +254,17 @@ class ObjectPlan:
     def _block_keys(self, keys: KeyArray, g: int, first: int, end: int) -> KeyArray:
         units = self._groups[g][1].block_tokens // self.link
         return keys[(first + 1) * units - 1 : end * units : units]
+
+
+def _by_kind(groups: _Groups) -> tuple[_Groups, _Groups]:
+    """Those that attend to everything, and the others."""
+    full = [(g, of) for g, of in groups if of.attention.kind is Kind.FULL]
+    return full, [(g, of) for g, of in groups if of.attention.kind is not Kind.FULL]
+
+
+def _seen(of: KeptGroup, n: int) -> tuple[int, int]:
+    """The blocks of a local group that a hit at boundary n needs: the first, and the end."""
+    return of.attention.first_visible(n) // of.block_tokens, n // of.block_tokens
 
 
 def _slices(first: int, end: int, most: int) -> Iterator[tuple[int, int]]:

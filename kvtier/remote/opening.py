@@ -55,7 +55,7 @@ def open_outside(
     connector: Connector,
     deadline_s: float,
 ) -> RemoteTier:
-    """For an engine with memory and keys of its own, in one process. Raises ``ConfigError``."""
+    """A tier for an engine with memory and keys of its own, in one process. Raises ``ConfigError``."""
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
@@ -74,7 +74,7 @@ def open_relayed(
     deadline_s: float,
     workers: int,
 ) -> tuple[RemoteTier, RelayedBackend]:
-    """For the scheduler of such an engine, whose bytes lie in ``workers`` other processes. Raises ``ConfigError``."""
+    """A tier for the scheduler of an engine whose bytes lie in ``workers`` other processes. Raises ``ConfigError``."""
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
@@ -89,7 +89,7 @@ def open_relayed(
 def open_worker(
     uri: str | Backend, secret: bytes, memory: HostSide, rank: int, on_news: Callable[[], None]
 ) -> RemoteWorker:
-    """For one of these processes, number ``rank``. Raises ``ConfigError``."""
+    """The part of a remote tier in worker number ``rank``. Raises ``ConfigError``."""
     backend = open_backend(uri) if isinstance(uri, str) else uri
     try:
         worker = RemoteWorker(backend, memory, rank, _digest_secret(uri, secret))
@@ -112,7 +112,7 @@ def _open(uri: str | Backend, memory: HostSide, name: bytes, secret: bytes) -> t
 
 
 def _digest_secret(uri: str | Backend, secret: bytes) -> bytes | None:
-    """What keys a digest in each object, if the URI asks for one."""
+    """The secret of the digest in each object, if the URI asks for one."""
     return secret if isinstance(uri, str) and parse_uri(uri).digest != "none" else None
 
 

@@ -1,6 +1,6 @@
 """What goes between a host tier and the remote tier, as plain data: other processes may carry it out.
 
-Promises   receipts of several workers add up: what became of an object is the worst that became of it anywhere.
+Promises   receipts of several workers add up: the worst outcome of an object counts.
 Does not   know stores: ``kvtier.remote.relay`` makes parcels, and calls of a store of them.
 """
 

@@ -2,8 +2,7 @@
 
 Owns       calls that no worker has been told of yet, and what only a part of the answers say.
 Promises   each worker has objects of its own, under names of its own namespace. A look asks for those of the first
-           one; a delete takes those of all. A call that workers carry out has ended once all of them have said so, and
-           what became of an object is the worst that became of it in one of them.
+           one; a delete takes those of all. A call ends when every worker has reported; the worst outcome counts.
 Does not   carry parcels and receipts: the engine does, with a step's orders and reports.
 """
 
@@ -26,13 +25,13 @@ from kvtier.remote.wire import Wire, get_parcel, put_parcel
 
 _OUTCOMES = (Outcome.OK, Outcome.MISS, Outcome.REFUSED, Outcome.FAILED)
 DRAIN_S = 3.0
-"""What was handed to a worker's store has so long to get there when the worker ends."""
+"""Time that what was handed to a worker's store has to get there when the worker ends."""
 END_S = 2.0
 """Then its threads have so long to end."""
 
 
 class RelayedBackend:
-    """For the scheduling process. ``store``: its own, for looks and deletes. ``now``: the tier's clock."""
+    """The scheduling process's backend. ``store``: its own, for looks and deletes. ``now``: the tier's clock."""
 
     def __init__(self, backend: Backend, now: Callable[[], float]) -> None:
         self.kind = backend.kind
@@ -108,7 +107,7 @@ class RelayedWire:
 
 
 class RemoteWorker:
-    """For a worker: carries parcels out. ``rank``: its number; ``secret``: as ``Wire``'s."""
+    """Carries parcels out in a worker. ``rank``: its number; ``secret``: as ``Wire``'s."""
 
     def __init__(self, backend: Backend, memory: HostSide, rank: int, secret: bytes | None) -> None:
         self._backend = backend
@@ -139,7 +138,7 @@ class RemoteWorker:
             self._puts |= {parcel.ticket} if parcel.is_put else set()
 
     def poll(self) -> dict[int, Receipt]:
-        """What has ended since the last call; never waits."""
+        """The receipts of what has ended since the last call; never waits."""
         found, self._refused = self._refused, {}
         for answer in self._backend.poll():
             grades = tuple(Grade(_OUTCOMES.index(outcome)) for outcome in answer.outcomes)
@@ -149,7 +148,7 @@ class RemoteWorker:
         return found
 
     def close(self, timeout_s: float) -> bool:
-        """As ``Backend.close``; what is on its way to the remote has some seconds to get there."""
+        """Ends it, as ``Backend.close`` does; what is on its way to the remote has some seconds to get there."""
         until_s = time.monotonic() + min(DRAIN_S, timeout_s)
         while self._puts and (left_s := until_s - time.monotonic()) > 0:
             self._backend.wait(left_s)

@@ -26,7 +26,7 @@ from kvtier.remote.moves import Seek, SeekState
 from kvtier.remote.objects import Name, ObjectPlan, Objects
 
 MOST_TEXTS = 1024
-"""That wait for evictions, and that are due. Of the first the oldest are due then, of the others they are given up."""
+"""Most texts that wait for evictions, and that are due. Beyond it the oldest wait no longer, or are given up."""
 MOST_LOOKED = 64
 """Texts that are looked at in one call."""
 MOST_HOT = 16
@@ -42,12 +42,12 @@ MOST_NAMES = 1024
 class _Text:
     keys: KeyArray
     end: int
-    """The boundary of the hit that is spilled, in tokens, and ..."""
+    """The boundary of the hit that is spilled, in tokens."""
     key: bytes
-    """... its key."""
+    """The key of that boundary."""
     parts: Iterator[Objects]
     seek: Seek | None
-    """Its request's, whose answers may tell that the remote has it."""
+    """The seek of its request, whose answers may tell that the remote has it."""
     next: Objects | None = None
     """Some of its objects, which are not stored yet."""
 
@@ -58,7 +58,7 @@ class _Text:
 
 
 class Spills:
-    """For one remote, from these host pools."""
+    """Texts that are to be stored in one remote, from these host pools."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Spills:
         self._counts = counts
         self._when = when
         self._later: deque[_Text] = deque()
-        """Texts that wait for evictions, the oldest first, and ..."""
+        """Texts that wait for evictions, the oldest first."""
         self._texts: deque[_Text] = deque()
-        """... those that are due."""
+        """Texts that are due."""
         self._waiting = set[tuple[int, bytes]]()
         """The ends of all texts, with their keys."""
         self._unseen = 0
@@ -135,7 +135,7 @@ class Spills:
         return bool(np.any(short[groups] & (is_old | (hosts == 0))))
 
     def offer(self, keys: KeyArray, n: int, seek: Seek | None = None) -> None:
-        """What a hit at boundary n of this text needs is to be stored, once ``seek`` looks no more."""
+        """Stores what a hit at boundary n of this text needs, once ``seek`` looks no more."""
         signs = self._plan.signs_of_end(keys, n) or self._plan.names_at(keys, n)
         if signs and all(map(self._known.is_fresh, signs)) and not self._known.has_gap(keys):
             return
@@ -155,7 +155,7 @@ class Spills:
         self._waiting.discard((text.end, text.key))
 
     def supersede(self, keys: KeyArray, n: int, is_wanted: Callable[[bytes], bool]) -> None:
-        """Gives up what is left of beginnings of this text up to boundary n, but for those that others want."""
+        """Cancels what is left to spill of this text's prefixes up to boundary n, unless others want them."""
         link = self._plan.link
 
         def is_left(text: _Text) -> bool:
@@ -234,7 +234,7 @@ class Spills:
                 self._done(text)
 
     def take(self) -> None:
-        """What ``ready`` has told is being stored."""
+        """Notes that what ``ready`` has told is being stored."""
         self._texts[0].next = self._rest or None
 
     def _batch(self, text: _Text) -> Objects | None:
@@ -247,14 +247,14 @@ class Spills:
         return None
 
     def _again(self, text: _Text) -> Objects | None:
-        """What is left of the objects that a text waits with, and is not stored by another one meanwhile."""
+        """The rest of the objects that a text waits with, without those that another one has stored meanwhile."""
         if text.next:
             self._names_left -= len(text.next)
             text.next = text.next.only(np.array([not self._is_known(name) for name in text.next.names], bool))
         return text.next or None
 
     def _drop(self, objects: Objects) -> None:
-        """They cannot be stored now. A later offer of their text fills the gap."""
+        """Drops objects that cannot be stored now. A later offer of their text fills the gap."""
         self._counts.dropped_objects += len(objects)
         for name in objects.names:
             self._known.forget(name, was_believed=True)

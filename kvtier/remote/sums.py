@@ -11,7 +11,7 @@ from kvtier.machine.loops.jit import jit
 
 @jit
 def sum_words(words: Any, place: Any) -> Any:
-    """What ``words``, a uint64 array, add to the checksum of a payload in which ``place`` words come before them.
+    """The checksum of ``words``, a uint64 array, in a payload in which ``place`` words come before them.
 
     The sum over all pieces, mod 2^64, is the checksum of ADR 0014 of the payload as a whole, however it is cut.
     """

@@ -35,11 +35,11 @@ from kvtier.remote.wire import Answering, Carrier
 ANSWER_S = 5.0
 """A question without an answer has failed by then; ``deadline_s`` at most."""
 FETCH_S = 5.0
-"""What a fetch may take beside four times what its bytes take; ``deadline_s`` at most."""
+"""Time of a fetch beside four times what its bytes take; ``deadline_s`` at most."""
 NEW_WEIGHT = 0.5
-"""Of the newest answer in ``answer_s``: a remote that was slow once is trusted again after a few."""
+"""Weight of the newest answer in ``answer_s``: a remote that was slow once is trusted again after a few."""
 SPILL_BYTES = 128 * 2**20
-"""Of spills under way."""
+"""Most bytes of spills under way."""
 
 
 class RemoteTier:
@@ -153,7 +153,7 @@ class RemoteTier:
         self._spills.supersede(keys, n, is_wanted)
 
     def flush(self) -> None:
-        """What waits for the host's evictions is spilled now: this process is about to end."""
+        """Spills everything that still waits for the host's evictions. Call it before the process ends."""
         self._spills.flush()
 
     @property
@@ -182,7 +182,7 @@ class RemoteTier:
     # --- questions --------------------------------------------------------------------------------
 
     def ask(self, names: Sequence[Name], answered: Callable[[Answer], None]) -> int:
-        """Which objects the remote has; ``answered`` is called from ``poll``, without outcomes if there is no answer.
+        """Asks what the remote has; ``answered`` is called from ``poll``, without outcomes if there is no answer.
 
         Returns the ticket.
         """
@@ -200,7 +200,7 @@ class RemoteTier:
         return ticket
 
     def learn(self, names: Sequence[Name], outcomes: Sequence[Outcome]) -> None:
-        """What the remote has said of these objects."""
+        """Notes what the remote has said of these objects."""
         for name, outcome in zip(names, outcomes, strict=True):
             if outcome is Outcome.OK:
                 self._known.add(name)

@@ -50,7 +50,7 @@ class _Made(Sequence[T]):
 
 
 class Answering(Protocol):
-    """What a tier asks of a remote, or of what stands for several."""
+    """The questions that a tier asks of a remote, or of what stands for several."""
 
     kind: str
 
@@ -58,7 +58,7 @@ class Answering(Protocol):
         """Calls that ended since the last poll, each once."""
 
     def close(self, timeout_s: float) -> bool:
-        """As ``Backend.close``."""
+        """Ends the remote, as ``Backend.close`` does."""
 
 
 class Carrier(Protocol):

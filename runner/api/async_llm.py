@@ -162,17 +162,17 @@ class AsyncLLM(Service):
         return await asyncio.wrap_future(self.thread.call(self.scheduler.reset_prefix_cache))
 
     async def audit(self) -> list[Violation]:
-        """As ``LLM.audit``."""
+        """Audits the engine, as ``LLM.audit`` does."""
         return await asyncio.wrap_future(self.thread.call(self.cache.audit))
 
     def close(self) -> None:
-        """As ``Service.close``; prompts that are being read are not waited for."""
+        """Ends the service, as ``Service.close`` does; prompts that are being read are not waited for."""
         if not self.thread.is_elsewhere:
             self._readers.shutdown(wait=False, cancel_futures=True)
         super().close()
 
     async def shutdown(self) -> None:
-        """As ``close``, without blocking the loop for the step under way."""
+        """Does what ``close`` does, without blocking the loop for the step under way."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
@@ -226,7 +226,7 @@ class AsyncLLM(Service):
         return min(60.0, max(1.0, tokens * seconds / computed if computed else 1.0))
 
     async def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """What ``structured_outputs`` compiles to; a caller that leaves ends it."""
+        """Compiles ``structured_outputs``; a caller that leaves ends it."""
         if params.structured_outputs is None:
             return None
         return await asyncio.wrap_future(self.grammars.begin(params.structured_outputs))

@@ -22,7 +22,7 @@ RESTS = 4
 
 LONGEST_S = 0.25
 PAUSE_S = 0.01
-"""At least, between two calls on the side: a hundred of them a second are enough for all who look in."""
+"""Least pause between two calls on the side: a hundred of them a second are enough for all who look in."""
 
 
 class Turn:
@@ -52,7 +52,7 @@ class OnTheSide:
         self._free_s = 0.0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns or raises."""
+        """Calls ``function`` in its turn: returns what it returns, and raises what it raises."""
 
         def in_turn() -> T:
             with self._turn:

@@ -215,7 +215,7 @@ def _count(value: Any, known: int | None) -> int | None:
 
 
 def _redirect(response: aiohttp.ClientResponse) -> str | None:
-    """What a redirect says; None of any other answer."""
+    """The address that a redirect names; None of any other answer."""
     there = response.headers.get("Location")
     if there is None or not 300 <= response.status < 400:
         return None

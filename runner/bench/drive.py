@@ -22,7 +22,7 @@ from runner.bench.plan import Plan, Session
 from runner.bench.record import Outcome, Record
 
 LEAD_S = 0.2
-"""Before the first request: its body is made meanwhile."""
+"""Time before the first request: its body is made meanwhile."""
 PREPARED = 64
 """Sessions whose first body lies ready."""
 AT_A_TIME_S = 0.002
@@ -43,14 +43,14 @@ class Ending(Enum):
 
 @dataclass
 class Run:
-    """What a run has recorded."""
+    """The record of a run."""
 
     records: list[Record] = field(default_factory=list)
     ending: Ending = Ending.COMPLETE
     duration_s: float = 0.0
-    """From when the first request was due until the last answer's end, or the stop."""
+    """Seconds from when the first request was due until the last answer's end, or the stop."""
     cpu_s: float = 0.0
-    """Of this process meanwhile."""
+    """CPU time of this process during the run."""
     loop_late_s: list[float] = field(default_factory=list)
     """How late a task was that wakes 20 times a second: times of tokens may be wrong by that."""
     peak: int = 0

@@ -30,7 +30,7 @@ class Goals:
 
 
 def value_ms(record: Record, metric: str) -> float:
-    """Of one answer. An answer of one token has neither gaps nor time per token: 0."""
+    """One answer's ``metric``. An answer of one token has neither gaps nor time per token: 0."""
     if metric == "ttft":
         return record.ttft_s * 1e3
     if metric == "tpot":

@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, histories included."""
+        """Tokens of all prompts, histories included."""
         return sum(prompt for session in self.sessions for prompt, _ in session.lengths())
 
     @property
@@ -80,7 +80,7 @@ class Plan:
         return found.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """For the report: the whole of it, with sizes."""
+        """The whole plan for the report, with sizes."""
         lengths = [pair for session in self.sessions for pair in session.lengths()]
         prompts, answers = np.array(lengths, np.int64).reshape(-1, 2).T
         last_s = self.sessions[-1].start_s if self.sessions else 0.0

@@ -45,7 +45,7 @@ class Record:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """As the server told; None: it did not."""
+    """Cached tokens as the server told them; None: it did not."""
     finish_reason: str | None = None
 
     @property
@@ -60,7 +60,7 @@ class Record:
 
     @property
     def ttft_s(self) -> float:
-        """From sending to the first piece."""
+        """Seconds from sending to the first piece."""
         return self.times[0] - self.sent_s
 
     @property

@@ -126,7 +126,7 @@ async def _dialogues(
 
 
 def _common(plan: Plan, options: Options, server: ServerFacts) -> dict[str, Any]:
-    """What all bodies share."""
+    """The options that all bodies share."""
     found: dict[str, Any] = {
         "model": server.model,
         "stream": True,
@@ -181,7 +181,7 @@ def _stopped_by_ctrl_c(driver: Driver) -> Iterator[None]:
 
 
 def _raise_file_limit() -> None:
-    """As many connections as the system lets this process have."""
+    """Allows as many connections as the system lets this process have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

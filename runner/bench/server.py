@@ -27,10 +27,10 @@ class ServerFacts:
     max_model_len: int | None = None
     version: str | None = None
     software: str | None = None
-    """Its ``Server`` header."""
+    """The server's ``Server`` header."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The facts as plain values for JSON."""
         return asdict(self) | {"served_models": list(self.served_models)}
 
 

@@ -15,7 +15,7 @@ from runner.display.tables import plain_table, print_table
 
 _MORE_THAN_SHARED = 0.02
 _WIDEST = 40
-"""Of a value in a line; the JSON has all of it."""
+"""Most letters of a value in a line; the JSON has all of it."""
 TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token",
@@ -116,7 +116,7 @@ def _errors(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _warnings(report: dict[str, Any]) -> Iterator[str]:
-    """What the figures are not."""
+    """Warnings of what the figures do not show."""
     own, lengths, cache = report["generator"], report["lengths"], report["cache"]
     if own["schedule"] == Schedule.LATE.value:
         sent, most = report["counts"]["sent"], own["lateness_ms"]["max"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.machine.errors import ConfigError
 
 FEWEST_IDS = 8
-"""With fewer, prompts would share more than their plan says."""
+"""Fewest different token ids: with fewer, prompts would share more than their plan says."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -39,12 +39,12 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """Its length."""
+        """The prompt's length."""
         return int(self.counts.sum())
 
 
 def prompt_of(blocks: Iterable[tuple[int, int]]) -> Prompt:
-    """Of pairs of key and number of tokens; those without tokens are left out."""
+    """A prompt of pairs of key and number of tokens; those without tokens are left out."""
     kept = [(key, count) for key, count in blocks if count > 0]
     keys = np.array([key for key, _ in kept], np.uint64)
     return Prompt(keys, np.array([count for _, count in kept], np.int64))
@@ -70,7 +70,7 @@ class Alphabet:
         return self.ids[self._places(prompt, seed)]
 
     def as_json(self, prompt: Prompt, seed: int) -> bytes:
-        """The same as the inside of a JSON list.
+        """The tokens of ``prompt`` as the inside of a JSON list.
 
         Numbers are padded to one width, which JSON allows: 90,000 of them take a millisecond, so that the streams that
         are being read wait no longer.

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 MOST_TOKENS = 2**53
-"""Of any count. Floats hold each whole number up to it."""
+"""Largest count that is believed. Floats hold each whole number up to it."""
 LONGEST_PROMPT = 2**24
 """Tokens of a prompt that can still be made in memory."""
 _LEAST_ID, _MOST_ID = -(2**63), 2**64 - 1
@@ -78,7 +78,7 @@ def blocks(value: Any) -> list[int]:
 
 
 def finite_or_inf(value: float) -> float | str:
-    """For JSON, which has no infinity."""
+    """The number; infinity, which JSON lacks, as "inf"."""
     return "inf" if math.isinf(value) else value
 
 

@@ -84,7 +84,7 @@ class _Reader:
         self.ended_s = 0.0
         """When the last answer had ended, by the trace's clock."""
         self.elapsed_s = 0.0
-        """The same without the parts of think times that are left out."""
+        """When the last answer had ended, without the parts of think times that are left out."""
         self._max_think_s = max_think_s
         self._before: list[int] = []
 
@@ -109,7 +109,7 @@ class _Reader:
 
 
 def _ids_of(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Of pairs of first id and count."""
+    """The ids in pairs of first id and count."""
     left, found = LONGEST_PROMPT, list[int]()
     for first, count in runs:
         count = whole("a count of hash_ids,", count, 0, left)

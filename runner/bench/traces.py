@@ -40,14 +40,14 @@ _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Which trace, and what is made of it."""
+    """The trace to play, and how it is changed."""
 
     path: str
     format: TraceFormat | None = None
     """None: as its first line says."""
     num_prompts: int = 100
     self_timed: bool = True
-    """By the trace's own times, not by a rate."""
+    """Whether requests come at the trace's own times, not by a rate."""
     time_scale: float = 1.0
     length_scale: float = 1.0
     max_input_len: int | None = None
@@ -164,7 +164,7 @@ def _prompt(conversation: Conversation, asked: Asked, scale: float, own: tuple[i
 
 
 def _hash(path: Path) -> str:
-    """Of the file, or of all files of a folder."""
+    """The hash of the file, or of all files of a folder."""
     found = hashlib.sha256()
     for one in sorted(path.glob("*.json")) if path.is_dir() else [path]:
         found.update(one.read_bytes())

@@ -31,9 +31,9 @@ TOKENS = 90_112
 REQUESTS = 3
 MAX_BATCHED_TOKENS = 3072
 LEAST_STEPS = 20
-"""Steps for a prompt on a model of full size, so that its bar moves ..."""
+"""Steps for a prompt on a model of full size, so that its bar moves."""
 LEAST_STEP_TOKENS = 128
-"""... unless they would have fewer tokens than this."""
+"""Fewest tokens of such a step, whatever their number."""
 DEVICE_REQUESTS = 1.61
 """Full-attention tokens of the default device pool, in requests: 145k tokens for 90k-token prompts."""
 HOST_REQUESTS = 2.5
@@ -79,7 +79,7 @@ class Report:
 
     model: str
     dtype: str
-    """Of the weights."""
+    """The dtype of the weights."""
     device: str
     load_s: float
     warmup_s: float

@@ -26,7 +26,7 @@ from runner.sampling.logprobs import TokenLogprobs
 from runner.sampling.state import SamplingState
 
 TURN_ENTRIES = 512
-"""Of tokens, and of the likeliest ones beside them, that are read in one turn: some 3 ms. What is left waits for the
+"""Tokens, and likeliest ones beside them, that are read in one turn: some 3 ms. What is left waits for the
 next turn; other requests do not wait for it."""
 
 

@@ -21,16 +21,16 @@ from runner.errors import UnknownRequest
 
 MOST_NAMES = 16384
 MOST_PARTS = 64
-"""Of one request, that are explained."""
+"""Most parts of one request that are explained."""
 
 
 _Whole = tuple[str, str]
-"""Of a caller's request: its owner and its name."""
+"""A caller's request: its owner and its name."""
 
 
 @dataclass(frozen=True)
 class RequestExplanation:
-    """Of one request as its caller knows it: a part for each of its prompts and answers."""
+    """What became of one request as its caller knows it: a part for each of its prompts and answers."""
 
     request_id: str
     parts: list[Explanation]
@@ -51,7 +51,7 @@ class RequestExplanation:
 
 
 class Explanations:
-    """Of the requests in ``journal``; ``compute_s`` says how long their tokens take to compute."""
+    """Explains the requests in ``journal``; ``compute_s`` says how long their tokens take to compute."""
 
     def __init__(self, journal: Journal, compute_s: ComputeSeconds) -> None:
         self.journal = journal
@@ -103,7 +103,7 @@ class Explanations:
         return (owner, name), which
 
     def _find(self, name: str, owner: str | None) -> _Whole:
-        """With ``owner`` None the newest of this name, whosever it is."""
+        """The parts of this request; with ``owner`` None of the newest of this name, whosever it is."""
         if owner is not None:
             return owner, name
         return next((whole for whole in reversed(self._parts) if whole[1] == name), ("", name))

@@ -43,7 +43,7 @@ class StepOutput:
     logprobs: dict[str, TokenLogprobs]
     """Logprobs of the new tokens of requests that asked for them."""
     prompt_logprobs: list[tuple[str, TokenLogprobs]]
-    """Likewise of tokens of their prompts, from the second one on, in order."""
+    """Logprobs of tokens of their prompts, from the second one on, in order."""
 
     def check(self) -> None:
         """Raises the error of a forward, if a request has ended with it."""

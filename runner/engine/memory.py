@@ -18,9 +18,8 @@ import torch
 
 from kvtier import CacheSpec, ConfigError, DeviceUnavailable, MemoryUnavailable
 from kvtier.attention.flashinfer import RING, Held
-from kvtier.cpu_offload.engines.cuda import device_sums, fragment_kernel
+from kvtier.cpu_offload.engines.cuda import device_sums
 from kvtier.cpu_offload.engines.cuda.link import check_software
-from kvtier.cpu_offload.engines.paths import FRAGMENT_BYTES, MANY
 from kvtier.geometry.sizing import fixed_blocks, parse_bytes
 from runner.model import graphs
 
@@ -33,7 +32,7 @@ device tier on a CPU."""
 STEPS_ALIVE = RING + 1
 """Steps whose arrays are held: the steps that wrappers are planned for, and the next step."""
 ROUNDED_UP = 2
-"""Pinned memory comes in powers of two (torch's and CuPy's allocators): less than this many times the requested
+"""Pinned memory comes in powers of two (torch's allocator): less than this many times the requested
 size."""
 OUTGROWN = 2
 """Pinned buffers are kept per power of two, so growing requests leave up to twice the final size."""
@@ -75,13 +74,10 @@ def staging(spec: CacheSpec, host_memory: Memory, verifies: bool) -> Held:
     """
     found = _most_blocks(spec, host_memory, "host_memory")
     blocks = sum(found) if isinstance(host_memory, Mapping) else max(found)  # in bytes, groups share them
-    lists = 0
-    if min(group.block_bytes for group in spec.groups) <= FRAGMENT_BYTES[-1]:
-        lists = _kept(fragment_kernel.LIST_BYTES * blocks, fragment_kernel.LIST_BYTES * MANY)
     if not blocks or not verifies:
-        return Held(0, lists)
+        return Held(0, 0)
     on_device, pinned = device_sums.most_bytes(blocks, max(group.block_bytes for group in spec.groups))
-    return Held(on_device, lists + _kept(pinned, device_sums.WORD_BYTES))
+    return Held(on_device, _kept(pinned, device_sums.WORD_BYTES))
 
 
 def _kept(num_bytes: int, smallest: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,59 +23,52 @@ from kvtier.machine.integers import shown
 from runner.engine import memory
 from runner.engine.memory import Memory
 from runner.model.device import model_device
+from runner.sampling.foreign import Foreign
 
 CACHE_OPTIONS = [
     field.name for field in fields(Options) if field.name != "device" and not field.name.endswith(("_bytes", "_blocks"))
 ]
-"""Of ``KVCache``, those that ``LLM`` takes by the same name."""
+"""Options of ``KVCache`` that ``LLM`` takes by the same name."""
 
-
-class Elsewhere(NamedTuple):
-    """An option of another engine: what to use instead, and the values that change nothing here."""
-
-    instead: str
-    harmless: tuple[Any, ...] = ()
-
-
-_ONE_DEVICE = Elsewhere("one device serves the model", (1, None))
+_ONE_DEVICE = Foreign("one device serves the model", (1, None))
 _HOST = "use host_memory, which is for K and V alone: weights stay on the device"
-ELSEWHERE = {
-    "block_size": Elsewhere("use block_tokens"),
-    "max_num_seqs": Elsewhere("use max_running"),
-    "max_num_batched_tokens": Elsewhere("use max_batched_tokens"),
-    "gpu_memory_utilization": Elsewhere("use device_memory, such as '8GiB'; None takes a share of what is free"),
-    "kv_cache_memory_bytes": Elsewhere("use device_memory"),
-    "num_gpu_blocks_override": Elsewhere("use device_memory={group: blocks}", (None,)),
-    "device_bytes": Elsewhere("use device_memory"),
-    "device_blocks": Elsewhere("use device_memory"),
-    "host_bytes": Elsewhere("use host_memory"),
-    "host_blocks": Elsewhere("use host_memory"),
-    "store_uri": Elsewhere("use remote_uri"),
-    "swap_space": Elsewhere("use host_memory"),
-    "cpu_offload_gb": Elsewhere(_HOST, (0, None)),
-    "kv_offloading_size": Elsewhere("use host_memory", (None,)),
-    "kv_transfer_config": Elsewhere("use host_memory", (None,)),
-    "enforce_eager": Elsewhere("use cuda_graphs=False", (False,)),
-    "attention_backend": Elsewhere("use attention", (None,)),
-    "max_model_len": Elsewhere("requests may be as long as the model's positions and the pools allow", (None,)),
-    "tokenizer": Elsewhere("the tokenizer is the one in the model's folder; or give token ids", (None,)),
-    "tokenizer_mode": Elsewhere("the tokenizer is the one in the model's folder", ("auto",)),
-    "skip_tokenizer_init": Elsewhere("prompts may be token ids all the same", (False,)),
-    "seed": Elsewhere("use SamplingParams(seed=...), for each request", (None,)),
-    "trust_remote_code": Elsewhere("only transformers' own code runs, none that a checkpoint brings along", (False,)),
-    "revision": Elsewhere("give the folder that `hf download ID --revision REVISION` names", (None,)),
-    "download_dir": Elsewhere("set HF_HOME", (None,)),
-    "load_format": Elsewhere("weights are read from safetensors, or from a GGUF file", ("auto", "safetensors", "gguf")),
+FOREIGN = {
+    "block_size": Foreign("use block_tokens"),
+    "max_num_seqs": Foreign("use max_running"),
+    "max_num_batched_tokens": Foreign("use max_batched_tokens"),
+    "gpu_memory_utilization": Foreign("use device_memory, such as '8GiB'; None takes a share of what is free"),
+    "kv_cache_memory_bytes": Foreign("use device_memory"),
+    "num_gpu_blocks_override": Foreign("use device_memory={group: blocks}", (None,)),
+    "device_bytes": Foreign("use device_memory"),
+    "device_blocks": Foreign("use device_memory"),
+    "host_bytes": Foreign("use host_memory"),
+    "host_blocks": Foreign("use host_memory"),
+    "store_uri": Foreign("use remote_uri"),
+    "swap_space": Foreign("use host_memory"),
+    "cpu_offload_gb": Foreign(_HOST, (0, None)),
+    "kv_offloading_size": Foreign("use host_memory", (None,)),
+    "kv_transfer_config": Foreign("use host_memory", (None,)),
+    "enforce_eager": Foreign("use cuda_graphs=False", (False,)),
+    "attention_backend": Foreign("use attention", (None,)),
+    "max_model_len": Foreign("requests may be as long as the model's positions and the pools allow", (None,)),
+    "tokenizer": Foreign("the tokenizer is the one in the model's folder; or give token ids", (None,)),
+    "tokenizer_mode": Foreign("the tokenizer is the one in the model's folder", ("auto",)),
+    "skip_tokenizer_init": Foreign("prompts may be token ids all the same", (False,)),
+    "seed": Foreign("use SamplingParams(seed=...), for each request", (None,)),
+    "trust_remote_code": Foreign("only transformers' own code runs, none that a checkpoint brings along", (False,)),
+    "revision": Foreign("give the folder that `hf download ID --revision REVISION` names", (None,)),
+    "download_dir": Foreign("set HF_HOME", (None,)),
+    "load_format": Foreign("weights are read from safetensors, or from a GGUF file", ("auto", "safetensors", "gguf")),
     "tensor_parallel_size": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,
-    "enable_prefix_caching": Elsewhere("it is always on; prompts of different cache_salt share nothing", (True,)),
-    "enable_chunked_prefill": Elsewhere("it is always on; chunks are of max_batched_tokens", (True,)),
-    "disable_hybrid_kv_cache_manager": Elsewhere("groups of layers are always told apart", (False, None)),
-    "quantization": Elsewhere("weights are served as dtype says; K and V may be kv_cache_dtype='fp8'", (None,)),
-    "enable_lora": Elsewhere("adapters are not served", (False,)),
-    "speculative_config": Elsewhere("nothing is speculated", (None,)),
-    "disable_log_stats": Elsewhere("nothing is logged; LLM.stats() tells", (True, False)),
+    "enable_prefix_caching": Foreign("it is always on; prompts of different cache_salt share nothing", (True,)),
+    "enable_chunked_prefill": Foreign("it is always on; chunks are of max_batched_tokens", (True,)),
+    "disable_hybrid_kv_cache_manager": Foreign("groups of layers are always told apart", (False, None)),
+    "quantization": Foreign("weights are served as dtype says; K and V may be kv_cache_dtype='fp8'", (None,)),
+    "enable_lora": Foreign("adapters are not served", (False,)),
+    "speculative_config": Foreign("nothing is speculated", (None,)),
+    "disable_log_stats": Foreign("nothing is logged; LLM.stats() tells", (True, False)),
 }
 """vLLM's arguments, arguments of ``KVCache`` that have other names in ``LLM``, and a former name."""
 
@@ -87,18 +80,14 @@ def cache_options(given: Mapping[str, Any], mine: list[str]) -> dict[str, Any]:
     """
     unknown = []
     for name, value in given.items():
-        other = ELSEWHERE.get(name)
+        other = FOREIGN.get(name)
         if other is None and name not in CACHE_OPTIONS:
             unknown.append(name)
-        elif other is not None and not _among(value, other.harmless):
-            unknown.append(f"{name} ({other.instead})")
+        elif other is not None and not other.allows(value):
+            unknown.append(f"{name} ({other.said})")
     if unknown:
         raise ConfigError(f"LLM has no option {', '.join(unknown)}; it has {', '.join([*mine, *CACHE_OPTIONS])}")
     return {name: value for name, value in given.items() if name in CACHE_OPTIONS}
-
-
-def _among(value: Any, harmless: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in harmless)
 
 
 def check_flags(**given: object) -> None:

@@ -10,7 +10,7 @@ from kvtier import KVTierError
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token in one place: the model's own log-probability, its rank (1 is the best), and its text."""
+    """A token in one place: the model's own log-probability, its rank (1 is the best), and its text."""
 
     logprob: float
     rank: int
@@ -18,7 +18,7 @@ class Logprob:
 
 
 TokenChoices = dict[int, Logprob]
-"""By token id: the token that stands there, and the likeliest ones in its place."""
+"""The token that stands in a place, and the likeliest ones for it, by token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +65,20 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """Of the first answer."""
+        """The first answer's text."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first answer."""
+        """The first answer's token ids."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the first answer."""
+        """The first answer's finish reason."""
         return self.outputs[0].finish_reason
 
     @property
     def error(self) -> KVTierError | None:
-        """Of the first answer."""
+        """The first answer's error."""
         return self.outputs[0].error

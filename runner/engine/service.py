@@ -50,7 +50,7 @@ from runner.sampling.state import SamplingState
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
 STORE_S = 10.0
-"""Of ``close``, for what is on its way to a remote."""
+"""Time that ``close`` gives to what is on its way to a remote."""
 PROMPT_LOGITS_BYTES = 2**30
 """The most bytes of one prompt's logits, in float32."""
 
@@ -323,7 +323,7 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
 
 
 def _kv_events(given: Any, spec: CacheSpec) -> KVEventsConfig | None:
-    """What to publish, if anything; raises ``ConfigError`` if it cannot be."""
+    """The publisher of KV events, if there is to be one; raises ``ConfigError`` if it cannot be."""
     config = None if given is None else KVEventsConfig.read(given)
     if config is None or not config.is_on:
         return None

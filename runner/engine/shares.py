@@ -30,14 +30,14 @@ LONGEST_DEBT_S = 1.0
 
 
 class Shares:
-    """Of one engine; all calls come from its thread."""
+    """The shares of one engine's callers; all calls come from its thread."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
         self._open: dict[str, int] = {}
-        """Of each share, requests that are not reported yet."""
+        """Requests of each share that are not reported yet."""
         self._sizes: dict[str, int] = {}
-        """Of each share, requests that it has had: the last one of many does not make it a share of one."""
+        """Requests that each share has had: the last one of many does not make it a share of one."""
         self._by_size: Counter[int] = Counter()
         """How many shares there are of each size."""
         self._alone: deque[float] = deque(maxlen=KEPT)

@@ -55,7 +55,7 @@ class Mail(Protocol):
 
 
 class ThreadMail:
-    """For a thread that waits for many streams: ``get`` gives one after another. Safe for signal handlers."""
+    """Mail for a thread that waits for many streams: ``get`` gives one after another. Safe for signal handlers."""
 
     courier: Courier | None = None
 
@@ -79,7 +79,7 @@ class ThreadMail:
 
 
 class LoopMail:
-    """For a coroutine that waits for the streams of one call."""
+    """Mail for a coroutine that waits for the streams of one call."""
 
     def __init__(self, courier: Courier) -> None:
         self.courier: Courier | None = courier

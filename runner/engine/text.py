@@ -101,7 +101,7 @@ def _pieces(tokenizer: Any, skip_special_tokens: bool) -> Callable[[int], str]:
 
 
 class _Pieces:
-    """The same for a tokenizer in Python: a few tokens are decoded again with each one."""
+    """The pieces of a tokenizer in Python: a few tokens are decoded again with each one."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

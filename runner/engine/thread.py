@@ -104,11 +104,11 @@ class EngineThread:
         self._ask(partial(self._add, rows, share), partial(self._refuse, rows))
 
     def abort(self, request_id: str) -> None:
-        """As ``Engine.abort``, before the next step."""
+        """Aborts a request before the next step, as ``Engine.abort`` does."""
         self._ask(partial(self._engine.abort, request_id))
 
     def finish(self, request_id: str) -> None:
-        """As ``Engine.finish``, before the next step."""
+        """Finishes a request before the next step, as ``Engine.finish`` does."""
         self._ask(partial(self._engine.finish, request_id))
 
     def call(self, function: Callable[[], T]) -> Future[T]:

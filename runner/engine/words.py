@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Words:
-    """Of one model's vocabulary."""
+    """The texts of one model's vocabulary."""
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: transformers', or None."""

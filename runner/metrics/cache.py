@@ -101,7 +101,7 @@ def _add_tokens(families: Families, stats: CacheStats) -> None:
 
 
 def _step_tokens(stats: CacheStats) -> Distribution:
-    """Of steps, with vLLM's bounds."""
+    """Histogram of the tokens of steps, with vLLM's bounds."""
     tokens = Distribution(STEP_BOUNDS, total=float(stats.computed_tokens))
     for i, n in enumerate(stats.step_sizes):
         tokens.add(2**i, n)
@@ -163,7 +163,7 @@ def _add_transfers(families: Families, stats: CacheStats) -> None:
 
 
 def add_remote(families: Families, remote: RemoteStats) -> None:
-    """Of the remote tier."""
+    """Adds the metrics of the remote tier."""
 
     def by_way(name: str, text: str, spill: float, fetch: float) -> None:
         families.counter(name, text, {(remote.kind, "spill"): spill, (remote.kind, "fetch"): fetch}, "backend", "way")

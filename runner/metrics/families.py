@@ -47,7 +47,7 @@ class Distribution:
 
 
 class Families:
-    """Of the model called ``model``. Each call adds one: ``values`` by the values of ``labels``, () without any."""
+    """Metrics of the model ``model``. Each call adds one: ``values`` by the values of ``labels``, () without any."""
 
     def __init__(self, model: str) -> None:
         self._of_all = model, "0"

@@ -75,7 +75,7 @@ class Metrics(Collector):
     """The numbers of ``llm``, with the label model_name = ``served_model_name``, in a registry of their own."""
 
     content_type = CONTENT_TYPE_LATEST
-    """Of what ``render`` returns."""
+    """The type of what ``render`` returns."""
 
     def __init__(self, llm: HasCache, served_model_name: str) -> None:
         self._llm = llm
@@ -167,7 +167,7 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        """For the registry: one family after the other."""
+        """Yields one family after the other, for the registry."""
         is_up = bool(getattr(self._llm, "is_running", True))
         families, cache = Families(self._name), Families(self._name)
         families.gauge("kvtier:engine_up", "1 while requests are served, 0 once the engine has died.", {(): is_up})

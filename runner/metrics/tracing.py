@@ -22,14 +22,14 @@ from runner.errors import MissingPackage
 POLL_S = 0.2
 CLOSE_S = 5.0
 ANSWER_BYTES = 65536
-"""Of a collector's answer, that are read."""
+"""Most bytes of a collector's answer that are read."""
 MOST_EVENTS = 1024
-"""Of one request: a request that is sent back again and again has more."""
+"""Most events of one request: a request that is sent back again and again has more."""
 MOST_CALLERS = 16384
 
 
 class _Sdk(NamedTuple):
-    """What is used of OpenTelemetry."""
+    """The parts of OpenTelemetry that are used."""
 
     provider: Any
     tracer: Any

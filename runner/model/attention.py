@@ -80,13 +80,13 @@ class StepContext:
 
 @lru_cache(maxsize=16)
 def owners(spec: CacheSpec) -> tuple[bool, ...]:
-    """For each model layer whether it owns its KV (the first layer of its place), or reads an earlier layer's."""
+    """Whether each model layer owns its KV (the first layer of its place), or reads an earlier layer's."""
     return tuple(spec.layers.index(place) == i for i, place in enumerate(spec.layers))
 
 
 @lru_cache(maxsize=16)
 def scales_of(spec: CacheSpec, device: torch.device) -> dict[tuple[str, int], dict[str, Tensor]]:
-    """By place, the ``k_scale`` and ``v_scale`` for a backend's write_kv and attend; of scaled groups only."""
+    """The ``k_scale`` and ``v_scale`` by place, for a backend's write_kv and attend; of scaled groups only."""
     found = {}
     for group in spec.groups:
         for i in range(group.num_layers):

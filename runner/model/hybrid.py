@@ -233,7 +233,7 @@ class HybridModel:
         return found
 
     def attention_stats(self) -> dict[str, Any]:
-        """Which backend attends, why it is this one, and the bytes that it holds beside weights and pools."""
+        """The backend that attends, why it is this one, and the bytes that it holds beside weights and pools."""
         sizes = {name: getattr(self.backend, name, None) for name in ("workspace_bytes", "pinned_bytes")}
         return {"backend": self.attention.name, "reason": self.attention.reason} | {
             name: 0 if count is None else count() for name, count in sizes.items()

@@ -19,7 +19,7 @@ from kvtier.machine.integers import shown
 from runner.model import checkpoint
 
 LayerScales = dict[int, dict[str, Any]]
-"""By model layer: "k" and "v", each a number or one number per KV head."""
+"""Scales by model layer: "k" and "v", each a number or one number per KV head."""
 
 
 def read_scales(source: str | Path | Mapping[Any, Any]) -> LayerScales:

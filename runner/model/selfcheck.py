@@ -245,7 +245,7 @@ def _of_rows(model: Any, logits: Tensor, rows: int) -> Tensor:
 
 @torch.no_grad()
 def _own_rules(model: Any, trial: _Trial) -> dict[int, masks.Rule]:
-    """By layer, the rule of the mask that the family builds, if it shows one; none if its forward fails."""
+    """The rule of the mask that the family builds for each layer, if it shows one; none if its forward fails."""
     rules: dict[int, masks.Rule] = {}
     ids = torch.as_tensor(trial.prompts[1])[None, :2].to(model.device)
     with _attending(model, masks.NAME):

@@ -30,7 +30,7 @@ MASK_FUNCTIONS = {
     "chunked_attention": create_chunked_causal_mask,
 }
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
-"""What transformers calls the cache: ``past_key_values`` before 5.24, ``cache`` since. Models here take both."""
+"""transformers' name for the cache: ``past_key_values`` before 5.24, ``cache`` since. Models here take both."""
 
 
 def rotary_embedding(config: NeedleConfig, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

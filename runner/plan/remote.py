@@ -29,7 +29,7 @@ class Amount:
 
     @property
     def num_bytes(self) -> int:
-        """With a trailer behind each object."""
+        """Bytes with a trailer behind each object."""
         return self.block_bytes + self.objects * TRAILER_BYTES
 
     def __add__(self, other: Amount) -> Amount:
@@ -37,7 +37,7 @@ class Amount:
 
 
 class RemoteSizes:
-    """Of a cache with these groups."""
+    """Sizes of the objects of a cache with these groups."""
 
     def __init__(self, spec: CacheSpec) -> None:
         plan = ObjectPlan(spec)
@@ -47,7 +47,7 @@ class RemoteSizes:
         self._tiled = [group for group in small if group.attention.kind is Kind.FULL]
         self._local = [group for group in small if group.attention.kind is not Kind.FULL]
         self.tile_bytes = sum(_bytes(group, self.tile_tokens) for group in self._tiled)
-        """Of a tile's blocks; 0 if there are no tiles."""
+        """Bytes of a tile's blocks; 0 if there are no tiles."""
 
     def hit(self, n: int, *, fullest: bool = False) -> Amount:
         """What a hit of ``n`` tokens reads if nothing of it is here. ``fullest``: chunks as full as they get."""
@@ -83,7 +83,7 @@ class RemoteSizes:
         return found
 
     def most_end_bytes(self, longest: int) -> int:
-        """Of the largest end of texts up to ``longest`` tokens."""
+        """Bytes of the largest end of texts up to ``longest`` tokens."""
         longest = longest // self.unit * self.unit
         rest = min(longest, self.tile_tokens - self.unit) if self.tile_tokens else 0
         spans = [(group, _span(group, longest, True)) for group in self._local]

@@ -22,7 +22,7 @@ from runner.plan.remote import plan_remote
 from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
 
 LEAST_RATE = 1e-6
-"""With less, times grow beyond what a float or JSON can say."""
+"""Least rate: with less, times grow beyond what a float or JSON can say."""
 _OPTIONS = {
     "link_gb_per_s": "--link-gbps",
     "peak_tflops": "--tflops",
@@ -195,7 +195,7 @@ def _compute_s(config: Any, spec: CacheSpec, weights: compute.Weights, options: 
 
 
 def _running(spec: CacheSpec, layout: Layout, n: int) -> Fit:
-    """As admission counts: others hold what their next token needs, the last one still has to run its prompt."""
+    """Requests that fit, as admission counts: others hold what their next token needs, the last runs its prompt."""
     each, peak = capacity.running_blocks(spec, n), capacity.peak_blocks(spec, n + 1)
     requests = capacity.requests(layout, each, peak)
     return Fit(requests, requests * n, capacity.requests(layout, peak))
@@ -215,7 +215,7 @@ def _fits(spec: CacheSpec, device: Layout, host: Layout | None, positions: int |
 
 
 def _transient(spec: CacheSpec, device: Layout, step_tokens: int) -> Transient:
-    """For a request long enough that its windows and chunks are full."""
+    """The memory of a step for a request so long that its windows and chunks are full."""
     longest = 2 * step_tokens + max(group.attention.span_tokens for group in spec.groups)
     local = [g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
     peak = capacity.bytes_of(spec, capacity.peak_blocks(spec, longest, step_tokens))

@@ -39,7 +39,7 @@ def holds_table(plan: Plan, remote: RemotePlan) -> Table:
 
 
 def break_even(plan: Plan, remote: RemotePlan) -> str:
-    """From which length on a fetch is sooner."""
+    """The length from which on a fetch is sooner."""
     if plan.assumptions.weights is None:
         return "From which length on a fetch is sooner cannot be told: computing is not estimated."
     if not remote.longest_tokens:

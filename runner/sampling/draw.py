@@ -112,7 +112,7 @@ class SamplingBatch:
         )
 
     def choose(self, given: Tensor) -> Chosen:
-        """As ``Sampler.choose``."""
+        """Chooses a token for each row, as ``Sampler.choose`` does."""
         drawn = np.array([state.drawn for state in self._states], np.uint64)
         logits = given if self._edits is None else self._edits.applied(given, drawn)
         ids = logits.argmax(dim=-1, keepdim=True)
@@ -164,7 +164,7 @@ def _from_all(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniform
 
 
 def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
-    """From the best ``top_k``, or from the part of them in the ``top_p`` nucleus."""
+    """Draws from the best ``top_k``, or from the part of them in the ``top_p`` nucleus."""
     values, ids = largest(logits, given.most)
     weights = (_weights(values, best, given) * UNIT).long()
     weights.masked_fill_(torch.arange(given.most, device=ids.device) >= given.top_k, 0)
@@ -174,7 +174,7 @@ def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
 
 
 def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
-    """From all, and anew if the token lies outside the nucleus, until none does.
+    """Draws from all, and anew if the token lies outside the nucleus, until none does.
 
     Tokens stand in the order of their logits, equal ones in the order of their ids. A token is in the nucleus if all
     tokens before it together weigh less than ``top_p`` of the whole. If a token is outside, so are all later tokens. So

@@ -20,7 +20,7 @@ from runner.sampling.weights import UNIT, by_chunks, chunk_masses, largest, rows
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of m tokens: each one's own number, and the k best in its place.
+    """Log-probabilities of m tokens: each one's own number, and the k best in its place.
 
     ``ids`` int32 [m, k + 1] and ``logprobs`` float32 [m, k + 1]: the token itself first, then the best tokens, best
     first. So the token may stand there twice. ``ranks`` int32 [m]: the place of the token among all, 1 is the best.
@@ -41,7 +41,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token: ``ids`` int32 and ``logprobs`` float32, [k + 1] each as in ``Logprobs``, and its rank."""
+    """One token's numbers: ``ids`` int32 and ``logprobs`` float32, [k + 1] each as in ``Logprobs``, and its rank."""
 
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -62,7 +62,7 @@ class PromptLogprobs:
         return range(max(start, self.told), min(end, len(self._tokens) - 1))
 
     def of(self, logits: Tensor) -> Iterator[TokenLogprobs]:
-        """Of the next positions: logits float32 [m, vocab]."""
+        """Log-probabilities of the next positions: logits float32 [m, vocab]."""
         following = torch.from_numpy(self._tokens[self.told + 1 : self.told + 1 + len(logits)].astype(np.int64))
         self.told += len(logits)
         for _, one in logprobs(logits, following.to(logits.device), self._k).by_row():
@@ -83,7 +83,7 @@ def rows_of_prompts(step: Any, prompts: Mapping[str, PromptLogprobs]) -> list[tu
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int, rows: Tensor | None = None) -> Logprobs:
-    """Of one token for each row: logits float32 [n, vocab], tokens int64 [n], ``rows`` int64 [m] or None for all.
+    """One token's for each row: logits float32 [n, vocab], tokens int64 [n], ``rows`` int64 [m] or None for all.
 
     Prompts: the logits of positions 0 .. n - 1 with the tokens of 1 .. n. ``k``: 0 .. vocab; more is taken as vocab.
     """

@@ -1,6 +1,6 @@
 """Sampling parameters, as vLLM users know them.
 
-Promises   a senseless value is refused at construction; an unknown parameter is refused by name (``elsewhere.py``).
+Promises   a senseless value is refused at construction; an unknown parameter is refused by name (``foreign.py``).
            Parameters are hashable and never change.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import shown
-from runner.sampling.elsewhere import refusing_by_name
+from runner.sampling.foreign import refusing_by_name
 from runner.sampling.grammars.structured_outputs import StructuredOutputs
 
 __all__ = ["GREEDY_BELOW", "RequestOutputKind", "SamplingParams", "StructuredOutputs"]
@@ -29,10 +29,10 @@ MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
 MOST_BIAS = 100.0
 MOST_STOP_LETTERS = 4096
-"""Of all stop strings of a request together."""
+"""Most letters of all stop strings of a request together."""
 
 MOST_BAD_LETTERS = 16384
-"""Of all bad words of a request together: each answer looks for them at each of its tokens."""
+"""Most letters of all bad words of a request together: each answer looks for them at each of its tokens."""
 
 
 class RequestOutputKind(Enum):
@@ -77,7 +77,7 @@ class SamplingParams:
     ``output_kind``  the content of each output of a stream.
 
     Options of vLLM, OpenAI and transformers that are not listed pass if they have the value that changes nothing
-    (``num_beams=1``, ``best_of=None``; ``elsewhere.ELSEWHERE`` has all). Anything else raises ``InvalidRequest``, which
+    (``num_beams=1``, ``best_of=None``; ``foreign.PARAMETERS`` has all). Anything else raises ``InvalidRequest``, which
     says what to use instead.
     """
 

@@ -115,7 +115,7 @@ class Tokenized(BaseModel):
 
 
 class ExplainedPart(BaseModel):
-    """Of one prompt and answer: see ``kvtier.Explanation``."""
+    """What became of one prompt and answer: see ``kvtier.Explanation``."""
 
     model_config = ConfigDict(extra="allow")
 

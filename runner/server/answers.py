@@ -42,7 +42,7 @@ class Usage:
         self._cached[index] = output.cached_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """As OpenAI has it, and the cached tokens by tier."""
+        """The usage as OpenAI has it, and the cached tokens by tier."""
         tiers = Counter[str](device=0, host=0)
         for found in self._cached.values():
             tiers.update(found)

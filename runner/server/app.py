@@ -194,7 +194,7 @@ def _add_looking_in(app: FastAPI) -> None:
 
     @app.get("/metrics", tags=["look in"])
     async def metrics(request: Request) -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         found = _served(request).metrics
         return Response(await asyncio.to_thread(found.render), headers={"Content-Type": found.content_type})
 
@@ -209,7 +209,7 @@ def _add_looking_in(app: FastAPI) -> None:
 
     @app.get("/version", tags=["look in"])
     async def version_() -> Response:
-        """Of kvtier."""
+        """The version of kvtier."""
         return JSONResponse({"version": app.version})
 
     @app.get("/load", tags=["look in"])

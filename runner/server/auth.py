@@ -32,7 +32,7 @@ _SALT = b"kvtier cache_salt\0"
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is.
+    """The one whose request it is.
 
     ``owner``: tells the holder of one of several keys from the holders of others; "" if there is one key at most.
     """
@@ -64,7 +64,7 @@ class Keys:
         self._are_several = several
 
     def caller(self, headers: Headers) -> Caller | None:
-        """Who asks; None without a key where one is needed."""
+        """The one who asks; None without a key where one is needed."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1")  # as it came: headers are bytes
         found = None if self.are_needed else Caller()

@@ -55,14 +55,14 @@ class Connections:
         return True
 
     def note(self, one: BoundedProtocol, doing: Doing) -> None:
-        """What an open connection does from now on."""
+        """Notes what an open connection does from now on."""
         if self._open.get(one, doing) is not doing:
             self.leave(one)
             self._open[one] = doing
             self._by_doing[doing][one] = None
 
     def leave(self, one: BoundedProtocol) -> None:
-        """It is closed, or will be."""
+        """Forgets a connection that is closed, or will be."""
         if one in self._open:
             del self._by_doing[self._open.pop(one)][one]
 

@@ -22,7 +22,7 @@ GRACE_S = 5.0
 """Beyond the time that requests have to end: for all the rest."""
 
 _TELL_S = 1.0
-"""For the log to take the last line."""
+"""Time for the log to take the last line."""
 _FAR_S = 3600.0
 
 

@@ -63,7 +63,7 @@ class ApiError(HTTPException):
 
 
 def stopping(after_s: float) -> ApiError:
-    """For requests that come, or are cut off, while the server ends."""
+    """The answer to requests that come, or are cut off, while the server ends."""
     return ApiError(503, "the server is stopping; try again soon", code="stopping", retry_after_s=after_s)
 
 

@@ -34,7 +34,7 @@ _OTHER_FILES = 512
 _LEAST_BACKLOG = 128
 """Connections that the kernel keeps until they are accepted. Clients that find no room try again after seconds."""
 _TELL_S = 3.0
-"""For aborted requests to tell their clients so."""
+"""Time for aborted requests to tell their clients so."""
 _CLOSE_S = 1
 """For connections to close. The rest of ``GRACE_S`` is for the engine."""
 
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         self.stops = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; signals act from here on."""
+        """Starts uvicorn; signals act from here on."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_start()
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
             self._end()
 
     async def on_tick(self, counter: int) -> bool:
-        """As uvicorn's, which calls it ten times a second; True ends the server."""
+        """Called by uvicorn ten times a second; True ends the server."""
         llm, settings = self.served.llm, self.served.settings
         if llm.death is not None and settings.exit_on_engine_death and self._ending is None:
             self._ending = asyncio.ensure_future(self._follow_engine())
@@ -92,7 +92,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; pages that watch are let go first, since they never leave by themselves."""
+        """Stops uvicorn; pages that watch are let go first, since they never leave by themselves."""
         if self._sampler is not None:
             self._sampler.close()
         await super().shutdown(sockets)

@@ -23,7 +23,7 @@ def serve(name: str) -> None:
 
 
 def options() -> dict[str, Any]:
-    """For ``logging.config.dictConfig``: uvicorn's way of logging, for our own lines as well."""
+    """Options for ``logging.config.dictConfig``: uvicorn's way of logging, for our own lines as well."""
     config = deepcopy(LOGGING_CONFIG)
     config["filters"] = {"request": {"()": _Request}}
     for handler in config["handlers"].values():

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from runner.sampling.foreign import Foreign
 from runner.server.errors import ApiError, unknown_field
 
 MOST_CHOICES = 128
@@ -43,40 +44,40 @@ PASSED_OVER = frozenset(
 )
 """Fields that ask for nothing, or for nothing that could be otherwise in an answer of text."""
 
-NEUTRAL: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "best_of": ("is not supported: there is no beam search; use n", (None, 1)),
-    "use_beam_search": ("is not supported: there is no beam search", (None, False)),
-    "length_penalty": ("is not supported: there is no beam search", (None, 1, 1.0)),
-    "suffix": ("is not supported: text is only added at the end of a prompt", (None, "")),
-    "spaces_between_special_tokens": ("is not supported", (None, True)),
-    "truncate_prompt_tokens": ("is not supported: shorten the prompt before you send it", (None,)),
-    "prompt_embeds": ("is not supported: send text or token ids", (None,)),
-    "logits_processors": ("is not supported", (None, [])),
-    "return_tokens_as_token_ids": ("is not supported: return_token_ids gives the ids", (None, False)),
-    "kv_transfer_params": ("is not supported", (None,)),
-    "vllm_xargs": ("is not supported", (None, {})),
-    "mm_processor_kwargs": ("is not supported: prompts are text", (None, {})),
-    "guided_decoding_backend": ("cannot be chosen", (None,)),
-    "guided_whitespace_pattern": ("is not supported", (None,)),
-    "chat_template": ("is refused: the template is the server's own", (None,)),
-    "functions": ("is not supported: use tools", (None, [])),
-    "function_call": ("is not supported: use tools and tool_choice", (None, "none", "auto")),
-    "modalities": ("is not supported: answers are text", (None, ["text"])),
-    "audio": ("is not supported: answers are text", (None,)),
-    "prediction": ("is not supported", (None,)),
-    "web_search_options": ("is not supported: nothing is searched", (None,)),
-    "no_stop_trim": ("is not supported: use include_stop_str_in_output", (None, False)),
-    "return_hidden_states": ("is not supported", (None, False)),
-    "verbosity": ("is not supported: say it in the prompt", (None, "medium")),
+NEUTRAL = {
+    "best_of": Foreign("is not supported: there is no beam search; use n", (None, 1)),
+    "use_beam_search": Foreign("is not supported: there is no beam search", (None, False)),
+    "length_penalty": Foreign("is not supported: there is no beam search", (None, 1, 1.0)),
+    "suffix": Foreign("is not supported: text is only added at the end of a prompt", (None, "")),
+    "spaces_between_special_tokens": Foreign("is not supported", (None, True)),
+    "truncate_prompt_tokens": Foreign("is not supported: shorten the prompt before you send it", (None,)),
+    "prompt_embeds": Foreign("is not supported: send text or token ids", (None,)),
+    "logits_processors": Foreign("is not supported", (None, [])),
+    "return_tokens_as_token_ids": Foreign("is not supported: return_token_ids gives the ids", (None, False)),
+    "kv_transfer_params": Foreign("is not supported", (None,)),
+    "vllm_xargs": Foreign("is not supported", (None, {})),
+    "mm_processor_kwargs": Foreign("is not supported: prompts are text", (None, {})),
+    "guided_decoding_backend": Foreign("cannot be chosen", (None,)),
+    "guided_whitespace_pattern": Foreign("is not supported", (None,)),
+    "chat_template": Foreign("is refused: the template is the server's own", (None,)),
+    "functions": Foreign("is not supported: use tools", (None, [])),
+    "function_call": Foreign("is not supported: use tools and tool_choice", (None, "none", "auto")),
+    "modalities": Foreign("is not supported: answers are text", (None, ["text"])),
+    "audio": Foreign("is not supported: answers are text", (None,)),
+    "prediction": Foreign("is not supported", (None,)),
+    "web_search_options": Foreign("is not supported: nothing is searched", (None,)),
+    "no_stop_trim": Foreign("is not supported: use include_stop_str_in_output", (None, False)),
+    "return_hidden_states": Foreign("is not supported", (None, False)),
+    "verbosity": Foreign("is not supported: say it in the prompt", (None, "medium")),
 }
-"""What is refused, with the reason, unless it has a value that changes nothing."""
+"""Fields that are refused, with the reason, unless they have a value that changes nothing."""
 
 
 class Body(BaseModel):
     """Base of what clients send."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    neutral: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = NEUTRAL
+    neutral: ClassVar[dict[str, Foreign]] = NEUTRAL
 
     model: str | None = Field(None, max_length=1024, description="the served name; may be left out")
 
@@ -90,9 +91,8 @@ class Body(BaseModel):
             if name in cls.model_fields:
                 kept[name] = value
             elif name in cls.neutral:
-                said, harmless = cls.neutral[name]
-                if not any(type(value) is type(one) and value == one for one in harmless):
-                    raise ApiError(400, f"{name} {said}", param=name)
+                if not cls.neutral[name].allows(value):
+                    raise ApiError(400, f"{name} {cls.neutral[name].said}", param=name)
             elif name not in PASSED_OVER:
                 raise ApiError(400, unknown_field(name, list(cls.model_fields)), param=name[:80])
         return kept
@@ -130,7 +130,7 @@ Stop = Annotated[
 
 
 def _few(value: Any) -> Any:
-    """Before each of many is looked at."""
+    """Refuses too many biases before each of them is looked at."""
     if isinstance(value, dict) and len(value) > MOST_BIASES:
         raise PydanticCustomError("many", f"must have at most {MOST_BIASES} entries")
     return value
@@ -181,7 +181,7 @@ class Structured(BaseModel):
 
 
 class SamplingBody(Body):
-    """What completions and chats have in common. None is the default: of the model if it has one, else OpenAI's."""
+    """Fields that completions and chats share. None is the default: of the model if it has one, else OpenAI's."""
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -242,7 +242,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Function(BaseModel):
-    """What a tool is."""
+    """A tool's name and parameters."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -261,10 +261,10 @@ class Tool(BaseModel):
 
 
 class Conversation(Body):
-    """What a chat template takes."""
+    """Messages and options for a chat template."""
 
-    neutral: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = NEUTRAL | {
-        "add_special_tokens": ("is not supported: the template writes them", (None, False)),
+    neutral: ClassVar[dict[str, Foreign]] = NEUTRAL | {
+        "add_special_tokens": Foreign("is not supported: the template writes them", (None, False)),
     }
 
     messages: Messages
@@ -278,8 +278,8 @@ class Conversation(Body):
 class ChatBody(SamplingBody, Conversation):
     """POST /v1/chat/completions."""
 
-    neutral: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = Conversation.neutral | {
-        "echo": ("is not supported in chats", (None, False)),
+    neutral: ClassVar[dict[str, Foreign]] = Conversation.neutral | {
+        "echo": Foreign("is not supported in chats", (None, False)),
     }
 
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -292,7 +292,7 @@ class ChatBody(SamplingBody, Conversation):
 class TokenizeBody(Conversation):
     """POST /tokenize: a prompt, or messages for the chat template."""
 
-    neutral: ClassVar[dict[str, tuple[str, tuple[Any, ...]]]] = NEUTRAL
+    neutral: ClassVar[dict[str, Foreign]] = NEUTRAL
 
     prompt: str | None = None
     messages: Messages | None = None  # type: ignore[assignment]

@@ -99,7 +99,7 @@ class JsonRoute(APIRoute):
     """A route that gets a ``JsonRequest``."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI's own."""
+        """The handler, as FastAPI makes it, but for requests of ours."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

@@ -33,7 +33,7 @@ from runner.server.settings import Settings
 READERS = 2
 """Threads for short requests, and as many for long ones."""
 LONG_BYTES = 64 * 1024
-"""Of a request's body, from which on it is a long one."""
+"""Bytes of a request's body from which on it is a long one."""
 _COMPOSED = 4
 """Letters that a normalizer may make one of."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -42,7 +42,7 @@ _TEMPLATES_OWN = frozenset(
     | {"truncation", "max_length", "tokenizer_kwargs", "conversation", "messages", "tools", "documents"}
     | {"add_generation_prompt", "continue_final_message"}
 )
-"""What ``chat_template_kwargs`` may not name: the server says it, or a field of the request does."""
+"""Names that ``chat_template_kwargs`` may not have: the server says it, or a field of the request does."""
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Served:
         return str(self._tokenizer.decode(list(token_ids)))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """What the vocabulary calls each id."""
+        """The vocabulary's text of each id."""
         return list(self._tokenizer.convert_ids_to_tokens(list(token_ids)))
 
     @property
@@ -218,7 +218,7 @@ class Served:
 
 
 def _defaults(llm: AsyncLLM) -> dict[str, Any]:
-    """Of sampling, as the model's generation config has them; what a request does not say is so."""
+    """Defaults of sampling, as the model's generation config has them, for what a request does not say."""
     config = getattr(llm.model.model, "generation_config", None)
     found = {name: getattr(config, name, None) for name in _DEFAULTS}
     return {name: value for name, value in found.items() if value is not None}

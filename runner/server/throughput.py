@@ -26,7 +26,7 @@ class _Counted(NamedTuple):
 
 
 class Throughput:
-    """Of one cache, seen from ``now_s`` on."""
+    """The throughput of one cache, seen from ``now_s`` on."""
 
     def __init__(self, stats: Callable[[], CacheStats], now_s: float, every_s: float = EVERY_S) -> None:
         self._stats = stats
@@ -35,7 +35,7 @@ class Throughput:
         self._was_busy = False
 
     def line(self, now_s: float) -> str | None:
-        """What is to be logged, if it is time for it and there is anything to tell. Cheap if it is not."""
+        """The line to log, if it is time for it and there is anything to tell. Cheap if it is not."""
         if now_s < self._last.time_s + self._every_s:
             return None
         stats, last = self._stats(), self._last

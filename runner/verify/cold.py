@@ -41,7 +41,7 @@ class Recording:
         self._kv: dict[tuple[int, Place, int], list[Tensor]] = defaultdict(list)
 
     def watch(self, step: Any, cache: Any, logits: Tensor, ids: np.ndarray, entries: list[Entry]) -> None:
-        """After a forward: keeps what it wrote, and what it led to."""
+        """Looks after a forward: keeps what it wrote, and what it led to."""
         for row, prompt in entries:
             start, end = bounds(step, row)
             self.cold[prompt].ranges.add((start, end))

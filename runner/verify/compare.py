@@ -38,7 +38,7 @@ class FirstDifference:
     block_id: int
     """Where it lies in the device pool; 0 is the null block."""
     computed_now: bool
-    """By the step whose logits differ; else an earlier step has written it, or a copy has."""
+    """Whether the step whose logits differ wrote it; else an earlier step, or a copy."""
     difference: float
 
 
@@ -50,7 +50,7 @@ class Difference:
     token: int
     """Index of the generated token."""
     position: int
-    """Of the token whose logits these are."""
+    """Position of the token whose logits these are."""
     logits: float
     """Largest difference."""
     kv: FirstDifference | None
@@ -65,7 +65,7 @@ class _Seen:
     disturbances: tuple[int, ...]
     """Preemptions and loads of the whole cache so far."""
     blocks: dict[str, np.ndarray]
-    """By group: the request's row of the block table."""
+    """The request's row of the block table, by group."""
 
 
 class Comparing:
@@ -94,7 +94,7 @@ class Comparing:
         self.first: Difference | None = None
 
     def watch(self, step: Any, cache: Any, logits: Tensor, ids: np.ndarray, entries: list[Entry]) -> None:
-        """After a forward: compares what was sampled, and replaces it by the cold run's tokens."""
+        """Looks after a forward: compares what was sampled, and replaces it by the cold run's tokens."""
         alone = len(step.request_ids) == 1
         for row, prompt in entries:
             self.same_steps &= alone and bounds(step, row) in self._cold[prompt].ranges

@@ -83,7 +83,7 @@ class Plan:
         return {group.name: self._peak(group) + self._survivors(group) for group in self.spec.groups}
 
     def roomy(self) -> Blocks:
-        """All that as many requests as there are prompts leave behind, and the one that runs."""
+        """One running request, and what len(prompts) finished ones leave cached."""
         return {g.name: self._peak(g) + len(self.prompts) * self._most_left(g) for g in self.spec.groups}
 
     def ample(self) -> Blocks:

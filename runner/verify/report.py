@@ -14,7 +14,7 @@ from runner.verify.serving import Outcome
 
 
 class Status(StrEnum):
-    """Of a scenario; the worst that applies, in this order."""
+    """How a scenario went: the worst that applies, in this order."""
 
     DIFFERS = "differs"
     UNSOUND = "unsound"  # an invariant or a promise is broken, or a request did not end as it should
@@ -36,7 +36,7 @@ class Result:
     compared: int = 0
     """Generated tokens."""
     largest_difference: float = 0.0
-    """Of any logit."""
+    """The largest difference of any logit."""
     largest_kv_difference: float = 0.0
     other_tokens: int = 0
     """Generated tokens that are not the likeliest any more."""
@@ -45,7 +45,7 @@ class Result:
     """What should have happened and did not."""
     violations: list[str] = field(default_factory=list)
     outcomes: Sequence[Outcome] = ()
-    """Of the servings that it is about."""
+    """The outcomes of the servings that it is about."""
     transfers: TransferStats | None = None
     wall_s: float = 0.0
 
@@ -62,7 +62,7 @@ class Report:
     model: str
     device: str
     attention: dict[str, Any]
-    """Which backend attended, and why."""
+    """The backend that attended, and why."""
     graphs: dict[str, Any]
     """Steps replayed from CUDA graphs, steps run eagerly beside them, and why decode steps ran eagerly if they did."""
     dtype: str

@@ -30,9 +30,9 @@ class Evidence:
 
     plan: Plan
     outcomes: Sequence[Outcome]
-    """Of the servings that the scenario is about."""
+    """The outcomes of the servings that the scenario is about."""
     transfers: TransferStats
-    """Of the whole scenario."""
+    """Transfers of the whole scenario."""
     same_steps: bool
     """Every step computed what one of the cold run's steps did."""
     forgotten: Sequence[Outcome] = ()

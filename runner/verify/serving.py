@@ -56,7 +56,7 @@ class Outcome:
         self.beside = max(self.beside, beside)
 
     def finish(self, report: FinishedRequest) -> None:
-        """It has ended."""
+        """Notes that the request has ended."""
         self.finish_reason = report.finish_reason
         self.device, self.host = report.cached_tokens["device"], report.cached_tokens["host"]
         self.preemptions = report.preemptions

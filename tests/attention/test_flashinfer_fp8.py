@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attention.conftest import Backend, Serve, need_flashinfer
 from attention.flashinfer_standin import Gpu
+from attention.flashinfer_steps import KINDS, WINDOW, group_of
 from attention.served_steps import HEADS, Served, assert_close, expected
-from attention.test_flashinfer import KINDS, WINDOW, group_of
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, Step
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.attention.fp8 import layer_scales

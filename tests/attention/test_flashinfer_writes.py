@@ -16,8 +16,8 @@ from breadth import sized
 from torch import Tensor
 
 from attention.conftest import Serve
+from attention.flashinfer_steps import FULL, WINDOW, group_of
 from attention.served_steps import Served
-from attention.test_flashinfer import FULL, WINDOW, group_of
 from attention.test_flashinfer_fp8 import ROUNDING, scaled, scales_of
 from kvtier import GroupSpec, Step
 from kvtier.attention.flashinfer import FlashInfer

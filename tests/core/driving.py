@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier import FinishedRequest, GroupSpec, KVCache, Request, Scheduler, Step
 from kvtier.audit.run import AuditLevel
-from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.pools.block_pool import BlockPools, Col, Mark
@@ -21,22 +21,24 @@ from kvtier.testing import CanaryEngine, SimulatedEngine, expected_tokens
 STORE, LOAD = Direction.STORE, Direction.LOAD
 
 
-class HeldEngine:
+class HeldEngine(CopyEngine):
     """A copy engine that ends transfers when the test says so, and orders writers behind copies as a stream does.
 
     ``hold``: directions that wait for ``end``; the others end at the next poll. With ``can_order`` False a writer
     cannot be ordered behind a copy: the clock runs to the deadline instead, as with a copy that never ends. With
-    ``breaks`` it raises instead.
+    ``breaks`` it raises instead. Without ``has_bytes`` there is nothing to copy.
     """
 
     def __init__(
         self,
-        memory: TierMemory | None,
+        memory: TierMemory,
         hold: Iterable[Direction] = (STORE, LOAD),
         can_order: bool = True,
         breaks: bool = False,
+        has_bytes: bool = True,
     ) -> None:
-        self.memory = memory
+        super().__init__(memory)
+        self.has_bytes = has_bytes
         self.hold = set(hold)
         self.can_order = can_order
         self.breaks = breaks
@@ -63,10 +65,10 @@ class HeldEngine:
             transfer, wrong = self.live.pop(ticket), np.empty(0, np.int64)
             if not error:
                 wrong = self._move(transfer)
-                if flip and self.memory is not None:
+                if flip and self.has_bytes:
                     self.memory.flip_device_bit(transfer, 0)
                     wrong = self.memory.check(transfer)
-            elif bad is not None and self.memory is not None and ticket not in self._moved:
+            elif bad is not None and self.has_bytes and ticket not in self._moved:
                 changed = self.memory.copy_some(transfer, ~np.isin(np.arange(len(transfer.groups)), bad))
                 bad = [*bad, *changed.tolist()]  # they arrived, and are not what was stored
             chosen = None if bad is None else np.array(bad, np.int64)
@@ -78,7 +80,7 @@ class HeldEngine:
         self.end()
 
     def _move(self, transfer: Transfer) -> npt.NDArray[np.int64]:
-        if self.memory is None or transfer.ticket in self._moved:
+        if not self.has_bytes or transfer.ticket in self._moved:
             return np.empty(0, np.int64)
         self._moved.add(transfer.ticket)
         return self.memory.copy(transfer)

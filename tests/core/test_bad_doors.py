@@ -10,7 +10,7 @@ import inside
 import numpy as np
 import pytest
 
-from core.test_host_tier import SOUND, Outside, chain
+from core.outside import SOUND, Outside, chain
 from kvtier import (
     ConfigError,
     Fragment,

@@ -8,17 +8,20 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
+import kvtier
 from core.driving import prompt
 from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow, Step
 from kvtier.testing import canary_spec
 
 GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(1024), 16)}
+PACKAGE = str(Path(kvtier.__file__).parent)
 CHUNK = 1024
 CHUNKS = 11
 A_REQUEST = 803
@@ -31,7 +34,7 @@ def calls_of(work: Callable[[], Any]) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):  # not Hypothesis's of the collector
             found[f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}"] += 1
 
     before = sys.getprofile()

@@ -15,8 +15,8 @@ import pytest
 
 from core.driving import prompt
 from core.forking import in_child
+from core.outside import chain
 from core.test_bad_doors import MEMORY, group
-from core.test_host_tier import chain
 from kvtier import CacheManager, HostPlan, HostTier, HostWorker, RelayedBooks, Request, Scheduler
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.host_tier.orders import Orders

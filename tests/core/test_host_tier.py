@@ -1,9 +1,8 @@
-"""``HostTier``: a host tier for an engine that owns its device memory, its block ids and its keys."""
+"""``HostTier``: texts of an engine that owns its device memory, its block ids and its keys come back."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import importlib.util
 import random
 import runpy
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from breadth import sized
 
+from core.outside import SOUND, UNKIND, Outside, chain
 from kvtier import (
     CacheClosed,
     ChunkedLocal,
@@ -28,160 +28,9 @@ from kvtier import (
     SlidingWindow,
     StepError,
 )
-from kvtier.cpu_offload.engines import CopyEngine, EngineFactory, Outcome
-from kvtier.cpu_offload.transfer import TransferState
-from kvtier.pools.block_pool import Place
+from kvtier.coordinator.boundaries import Boundaries, End
+from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.testing import Faults, SimulatedEngine
-
-SOUND = Faults(max_delay_s=2.0)
-UNKIND = Faults(fail=0.05, tear=0.05, corrupt=0.05, lose=0.03, max_delay_s=6.0)
-
-GROUPS = {
-    "full": (FullAttention(), 4, (0, 5)),
-    "window": (SlidingWindow(10), 2, (1, 3)),
-    "chunk": (ChunkedLocal(8), 4, (2, 4)),
-}
-BLOCKS, ROW = 80, 16
-
-
-def chain(tokens, unit=2):
-    """Keys, uint64 [n, 2]."""
-    name, keys = b"", []
-    for i in range(len(tokens) // unit):
-        name = hashlib.blake2b(name + repr(tokens[i * unit : (i + 1) * unit]).encode(), digest_size=16).digest()
-        keys.append(np.frombuffer(name, np.uint64))
-    return np.array(keys, np.uint64).reshape(-1, 2)
-
-
-def content(key, layer):
-    return np.frombuffer(hashlib.blake2b(key.tobytes() + bytes([layer]), digest_size=ROW).digest(), np.uint8)
-
-
-class Sequence:
-    def __init__(self, tokens):
-        self.tokens, self.keys = tokens, chain(tokens)
-        self.tables = {}
-        self.done = 0
-        self.ticket = self.hit = None
-
-
-class Outside:
-    """An engine with memory of its own: several sequences at once, blocks used again as soon as it likes."""
-
-    def __init__(self, seed=0, faults=SOUND, host_memory=12_000, verify="full", deadline_s=40.0, **options):
-        self.memory = np.zeros(6 * BLOCKS * ROW, np.uint8)
-        self.groups = [
-            OutsideGroup(name, attention, tokens, BLOCKS, tuple(Fragment(n * BLOCKS * ROW, ROW, ROW) for n in layers))
-            for name, (attention, tokens, layers) in GROUPS.items()
-        ]
-        self.engines = []
-
-        def make(memory):
-            self.engines.append(SimulatedEngine(memory, seed, faults))
-            return self.engines[-1]
-
-        self.tier = HostTier(self.groups, self.memory, host_memory, verify, deadline_s, make, **options)
-        inside.at_end_of_loads(self.tier, lambda load, good: self.check_wiped(load, ~good, self.memory))
-        self.free = [list(range(BLOCKS)) for _ in self.groups]
-        self.lent = {}  # ticket: blocks that a load may still write though its sequence has gone
-        self.late = set()  # stores that were given up
-        self.found = self.wrong = 0
-
-    def begin(self, tokens, running=()):
-        """A sequence with blocks for all its tokens; its load, if there is a hit, is under way."""
-        seq = Sequence(tokens)
-        for g, group in enumerate(self.groups):
-            seq.tables[g] = np.array([self.free[g].pop() for _ in range(len(tokens) // group.block_tokens)], np.int32)
-        seq.text = self.tier.text(seq.keys)
-        while (hit := seq.text.match(0, len(tokens), ask_remote=True)).is_sought:
-            self.poll(running)
-        if hit.num_tokens and not hit.is_pending:
-            seq.hit = hit
-            targets = [seq.tables[g][j] for g, j in zip(hit.groups, hit.at, strict=True)]
-            seq.ticket = seq.text.load(np.array(targets, np.int32))
-        return seq
-
-    def compute(self, seq, end):
-        """Writes what the tokens up to ``end`` fill, as a forward does, and checks what a load has brought."""
-        for g, group in enumerate(self.groups):
-            first, last = seq.done // group.block_tokens, end // group.block_tokens
-            blocks = seq.tables[g][first:last]
-            self.tier.overwrite(np.full(len(blocks), g, np.int32), blocks)
-            for j in range(first, last):
-                self.write(g, seq, j)
-        seq.done = end
-        seq.text.computed([seq.tables[g] for g in range(3)], end, is_end=end == len(seq.tokens))
-
-    def write(self, g, seq, j):
-        touched = {(int(f) + self.first(g), int(seq.tables[g][j]) + 1) for f in range(2)}
-        self.engines[0].compute(set(), touched)
-        for layer in GROUPS[self.groups[g].name][2]:
-            self.row(layer, seq.tables[g][j])[:] = content(self.name(g, seq, j), layer)
-
-    def first(self, g):
-        return 2 * g
-
-    def name(self, g, seq, j):
-        return seq.keys[(j + 1) * self.groups[g].block_tokens // 2 - 1]
-
-    def row(self, layer, block, memory=None):
-        at = (layer * BLOCKS + int(block)) * ROW
-        return (self.memory if memory is None else memory)[at : at + ROW]
-
-    def check_wiped(self, load, bad, memory):
-        """The ``bad`` blocks of a load are zeros in ``memory``."""
-        for g, block in zip(load.groups[bad].tolist(), load.device[bad].tolist(), strict=True):
-            for layer in GROUPS[self.groups[g].name][2]:
-                assert not self.row(layer, block, memory).any(), "a refused load has left something"
-
-    def poll(self, running):
-        """Loads that have landed are checked, byte for byte; those that failed are computed."""
-        ended = self.tier.poll()
-        for seq in running:
-            if seq.ticket in ended.loaded:
-                seq.done, seq.ticket = seq.hit.end, None
-                self.found += seq.hit.num_tokens
-                for g, j in zip(seq.hit.groups, seq.hit.at, strict=True):
-                    for layer in GROUPS[self.groups[g].name][2]:
-                        right = content(self.name(g, seq, j), layer)
-                        self.wrong += not np.array_equal(self.row(layer, seq.tables[g][j]), right)
-            elif seq.ticket in ended.failed:
-                if seq.ticket not in ended.released:  # given up: it may still write there
-                    self.lent[seq.ticket] = [(g, seq.tables[g].tolist()) for g in range(3)]
-                    for g, group in enumerate(self.groups):
-                        seq.tables[g] = np.array(
-                            [self.free[g].pop() for _ in range(len(seq.tokens) // group.block_tokens)], np.int32
-                        )
-                seq.ticket = None
-        for ticket in ended.released:
-            for g, blocks in self.lent.pop(ticket, ()):
-                self.free[g] += blocks
-
-    def leave(self, seq):
-        seq.text.close()
-        for g in range(3):
-            self.free[g] += seq.tables[g].tolist()
-
-    def check(self):
-        """A write over a store that was given up spoils a quarantined host block: no edge is missing."""
-        assert self.tier.audit() == []
-        live = inside.tier_connector(self.tier).ledger.live()
-        self.late |= {f"store {t.ticket} " for t in live if t.state is TransferState.EXPIRED}
-        missing = self.engines[0].missing_edges
-        assert [edge for edge in missing if not any(late in edge for late in self.late)] == []
-
-    def serve(self, tokens):
-        """One sequence from its beginning to its end; returns the tokens found."""
-        seq = self.begin(tokens)
-        while seq.ticket is not None:
-            self.poll([seq])
-        found = seq.done
-        self.compute(seq, len(tokens))
-        self.leave(seq)
-        for _ in range(20):
-            self.poll([])
-        self.check()
-        return found
 
 
 def test_a_text_comes_back_in_every_group_as_far_as_it_was_computed():
@@ -248,7 +97,8 @@ def test_a_hit_is_held_until_it_is_dropped():
     assert engine.tier.text(chain(text)).match(0, 40).num_tokens == 0
 
 
-def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it():
+def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it(monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
     engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))
 
     def superseded():
@@ -297,72 +147,6 @@ def test_random_engines_never_read_what_was_not_written(seed, faults):
     assert stats.stored_blocks > 50 and stats.loaded_blocks > 10
     if faults is UNKIND:
         assert stats.failed_loads and stats.failed_stores and stats.expired
-
-
-def test_without_verification_a_flipped_bit_is_not_seen_which_shows_that_the_check_can_fail():
-    wrong = 0
-    for verify in ("off", "full"):
-        engine = Outside(3, Faults(corrupt=1.0), verify=verify)
-        engine.serve(list(range(40)))
-        engine.serve(list(range(40)))
-        wrong += engine.wrong
-        assert (engine.wrong > 0) == (verify == "off")
-    assert wrong
-
-
-@pytest.mark.parametrize("fragment", [0, 1])
-def test_a_damaged_fragment_takes_its_block_out_and_no_other(fragment):
-    engine = Outside()
-    engine.serve(list(range(40)))
-    keys = np.ascontiguousarray(chain(list(range(40)))[1::2])  # of the full group's blocks
-    of = np.zeros(len(keys), np.int32)
-    hosts = inside.tier_pools(engine.tier).find(of, keys)
-    assert (hosts > 0).all()
-    layout = inside.tier_arena(engine.tier).layout
-    inside.tier_arena(engine.tier).bytes[layout.origins[0] + hosts[4] * layout.strides[0] + fragment * ROW + 5] ^= 1
-    assert engine.serve(list(range(40))) == 0, "the load has failed, and all was computed"
-    assert engine.wrong == 0
-    assert engine.tier.stats().transfers.corrupt_blocks == 1
-    found = inside.tier_pools(engine.tier).find(of, keys)
-    assert (found == hosts).tolist() == [k != 4 for k in range(len(keys))]
-    assert found[4] > 0, "it was stored again, in another block"
-
-
-def test_all_fragments_of_a_refused_block_are_wiped_and_no_other_block():
-    engine, text = Outside(), list(range(40))
-    engine.serve(text)
-    hosts = inside.tier_pools(engine.tier).find(np.zeros(5, np.int32), np.ascontiguousarray(chain(text)[1:11:2]))
-    layout = inside.tier_arena(engine.tier).layout
-    at = int(layout.origins[0] + hosts[4] * layout.strides[0])  # its first fragment of two
-    inside.blow_up(inside.tier_arena(engine.tier).bytes[at : at + ROW])
-    engine.memory[:] = 0x55
-    seq = engine.begin(text)
-    blocks = dict(seq.tables)
-    while seq.ticket is not None:
-        engine.poll([seq])
-    wiped = [(layer, b) for layer in range(6) for b in range(BLOCKS) if not engine.row(layer, b).any()]
-    assert wiped == [(0, blocks[0][4]), (5, blocks[0][4])]
-    engine.leave(seq)
-    engine.check()
-
-
-def test_what_a_load_has_left_that_was_given_up_is_wiped_before_its_blocks_are_free():
-    engine, text = Outside(deadline_s=8.0), list(range(40))
-    engine.serve(text)
-    engine.memory[:] = 0x55
-    inside.use_faults(engine.engines[0], Faults(lose=1.0))
-    seq = engine.begin(text)
-    while seq.ticket is not None:
-        engine.poll([seq])
-    [held] = engine.lent.values()
-    mine = {(layer, b) for g, blocks in held for b in blocks for layer in GROUPS[engine.groups[g].name][2]}
-    assert all(engine.row(*place).any() for place in mine)
-    engine.engines[0].end_lost()
-    engine.poll([])
-    assert engine.lent == {}
-    assert sum(not engine.row(*place).any() for place in mine) > 20, "every fragment of the hit"
-    engine.leave(seq)
-    engine.check()
 
 
 def test_writers_are_ordered_after_the_stores_that_read_their_blocks():
@@ -590,66 +374,3 @@ def test_a_tier_that_nobody_closed_leaves_no_thread_behind():
     del tier, text
     gc.collect()
     assert threading.active_count() == before
-
-
-class ByHand(CopyEngine):
-    """Copies end when the test says so, on the test's clock."""
-
-    def __init__(self, memory):
-        super().__init__(memory)
-        self.ended, self.time_s = [], 0.0
-
-    def submit(self, transfer):
-        self.memory.copy(transfer)
-
-    def poll(self):
-        ended, self.ended = self.ended, []
-        return ended
-
-    def order_after(self, tickets, timeout_s):
-        return True
-
-    def wait(self, timeout_s):
-        return bool(self.ended)
-
-    def wake(self): ...
-
-    def now(self):
-        return self.time_s
-
-    def close(self, timeout_s):
-        return True
-
-
-@pytest.mark.parametrize("resets", [False, True])
-def test_a_block_that_two_overdue_loads_read_is_in_use_again_when_both_have_ended(resets):
-    groups, engines = [OutsideGroup("full", FullAttention(), 4, 16, (Fragment(0, 64, 64),))], []
-    make = lambda memory: engines.append(ByHand(memory)) or engines[0]  # noqa: E731
-    tier = HostTier(groups, np.zeros(1024, np.uint8), "4KiB", deadline_s=5.0, copy_engine=make)
-    keys = chain(list(range(16)), 4)
-    writer = tier.text(keys)
-    writer.computed([np.arange(4, dtype=np.int32)], 16, is_end=True)
-    tier.poll()
-    engines[0].ended = [Outcome(1)]
-    tier.poll()
-    texts = [tier.text(keys) for _ in range(2)]
-    for k, text in enumerate(texts):
-        hosts = text.match(0, 17).hosts
-        text.load(np.arange(4 + 4 * k, 8 + 4 * k, dtype=np.int32))
-    engines[0].time_s = 6.0
-    assert set(tier.poll().failed) == {2, 3}
-    pools = inside.tier_pools(tier)
-    out = []
-    for outcome in (Outcome(2, "a checksum is wrong", np.array([0]), corrupt=True), Outcome(3, "too late")):
-        if resets:
-            tier.reset()
-        engines[0].ended = [outcome]
-        tier.poll()
-        assert tier.audit() == []
-        places = pools.arrays.place[pools.entries(np.zeros(4, np.int32), hosts)]
-        out.append((places == Place.QUARANTINED).tolist())
-    assert out[0] == [True] * 4, "the other load may still read them"
-    assert out[1] == [not resets, False, False, False], "the first one's bytes have changed, until a reset"
-    tier.reset()
-    assert tier.audit() == []
-    assert tier.stats().host["full"].quarantined == 0

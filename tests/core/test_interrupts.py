@@ -16,7 +16,7 @@ import pytest
 from patience import FOREVER_S, PATIENCE_S
 
 import kvtier
-from core.cpu_offload.engines.cuda.test_engine import Rig
+from core.cpu_offload.engines.cuda.rig import Rig
 from core.cpu_offload.engines.test_engines import Tiers
 from kvtier import FullAttention, KVCache
 from kvtier.cpu_offload.engines.streams import StreamsEngine

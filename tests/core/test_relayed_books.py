@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from breadth import sized
 
-from core.test_host_tier import BLOCKS, GROUPS, ROW, SOUND, UNKIND, Outside, Sequence, content
+from core.outside import BLOCKS, GROUPS, ROW, SOUND, UNKIND, Outside, Sequence, content
 from kvtier import Fragment, OutsideGroup
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState

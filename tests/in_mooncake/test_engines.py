@@ -38,7 +38,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
     yield make
     for engine in made:
-        assert engine.cache.core.coordinator.remote.close(90.0)
+        assert engine.cache.core.coordinator.door.remote.close(90.0)
         engine.cache.close()
 
 
@@ -131,7 +131,7 @@ def test_an_engine_meets_a_storage_process_that_hangs(tmp_path: Path, opens: Ope
             took.append(-time.monotonic())
             assert served(engine, k) == 0
             took[-1] += time.monotonic()
-        stats, remote = engine.cache.stats().remote, engine.cache.core.coordinator.remote
+        stats, remote = engine.cache.stats().remote, engine.cache.core.coordinator.door.remote
         assert (stats.breaker_open, sum(seconds > FETCH_S - 1 for seconds in took) <= 4) == (True, True), took
         assert time.monotonic() - begun < 4 * FETCH_S + SLOW_S
         assert stats.look_latency.counts[-1] == 0, "questions are answered"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.cpu_offload.engines import Outcome
+from kvtier.cpu_offload.engines import CopyEngine, Outcome
+from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Transfer
 
 
-class StepwiseEngine:
+class StepwiseEngine(CopyEngine):
     """Ends transfers only when told. ``order``: what it means to order a writer behind a store that is under way.
 
     "stream"  at once, as on a CUDA stream; the store's end is reported when told
@@ -16,7 +17,8 @@ class StepwiseEngine:
     "stuck"   the store never ends: the deadline passes while the writer waits
     """
 
-    def __init__(self, order: str) -> None:
+    def __init__(self, memory: TierMemory, order: str) -> None:
+        super().__init__(memory)
         self._order = order
         self.live: dict[int, Transfer] = {}
         self.ended: list[Outcome] = []

@@ -90,7 +90,7 @@ def open_stepwise(cache: KVCache, now: Callable[[], float]) -> StepwiseBackend:
     remote = RemoteTier(store, wire, plan, host, now, deadline_s=50.0)  # type: ignore[arg-type]
     remote.on_end = coordinator.connector.ledger.note_end
     store.on_news = coordinator.connector.wake
-    coordinator.use_remote(remote)
+    coordinator.door.open(remote)
     return store
 
 

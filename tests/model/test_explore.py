@@ -186,11 +186,11 @@ def test_a_failing_load_that_is_tried_for_ever_is_a_livelock(monkeypatch):
         ready = self.arrays.mark[self.entries(groups, blocks)] == Mark.READY
         unpublish(self, groups[~ready], blocks[~ready])
 
-    def match_both_tiers(self, seq):
+    def match(self, seq):
         return self._matcher.match(self.tables, seq.keys, len(seq.tokens), True)
 
     monkeypatch.setattr(BlockPools, "unpublish", keep_what_is_ready)
-    monkeypatch.setattr(Coordinator, "match", match_both_tiers)
+    monkeypatch.setattr(Coordinator, "match", match)
     config = Config("retry", (4, 4, 4), (4, 4, 4), warm=(1, 2, 3), prompts=((1, 2, 3),), new=(1,), priorities=(0,))
     assert "I8: a livelock" in found(config)
 

@@ -17,7 +17,6 @@ import numpy as np
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.coordinator.tracked import State
 from kvtier.cpu_offload import store_queue
-from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.pools.block_pool import Col
 from kvtier.remote.moves import SeekState
@@ -95,11 +94,6 @@ class World:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        engine = StepwiseEngine(config.order)
-
-        def make_engine(_: TierMemory) -> StepwiseEngine:
-            return engine
-
         names = SPEC.names
         self.cache = KVCache(
             SPEC,
@@ -109,11 +103,12 @@ class World:
             store=config.store,
             on_load_error=config.on_load_error,
             key_secret=b"explorer",
-            copy_engine=make_engine,
+            copy_engine=lambda memory: StepwiseEngine(memory, config.order),
         )
-        self.engine = engine
-        self.calls = open_stepwise(self.cache, engine.now) if config.shelf else None
+        self.engine: Any = self.cache.copy_engine or StepwiseEngine(None, config.order)
+        self.calls = open_stepwise(self.cache, self.engine.now) if config.shelf else None
         self.scheduler = Scheduler(self.cache, max_batched_tokens=config.batch, max_running=config.rows)
+        inside.learn_nothing(self.cache)
         self.requests = [
             Request(f"r{i}", prompt, new, priority=priority)
             for i, (prompt, new, priority) in enumerate(zip(config.prompts, config.new, config.priorities, strict=True))
@@ -154,7 +149,7 @@ class World:
     @property
     def remote(self) -> Any:
         """The tier behind the host's, if there is one."""
-        return inside.coordinator(self.cache).remote
+        return inside.coordinator(self.cache).door.remote
 
     # --- what can happen ----------------------------------------------------------------------------
 
@@ -189,7 +184,7 @@ class World:
     def _store_actions(self, overdue: bool) -> list[Action]:
         """Calls of the store that were given up only end at last."""
         can, out = self.config.can, list[Action]()
-        moves, asked = {m.ticket: m for m in self.remote.moves()}, inside.questions(self.cache.core.coordinator.remote)
+        moves, asked = {m.ticket: m for m in self.remote.moves()}, inside.questions(self.remote)
         overdue = overdue or any(m.deadline_s < 0 for m in moves.values())
         for ticket, (what, _) in sorted(self.calls.calls.items()):
             move = moves.get(ticket)
@@ -297,11 +292,11 @@ class World:
     def _progresses(self) -> bool:
         """Whether a transfer is on its way that is not overdue, or a request waits for the store."""
         asks = any(s.seek is not None and s.seek.state is not SeekState.OVER for s in self.scheduler.waiting)
-        return bool(asks or inside.coordinator(self.cache).num_copies)
+        return bool(asks or inside.coordinator(self.cache).door.num_copies)
 
     def _news(self) -> bool:
         """Whether ``wait`` would return at once."""
-        due_s = inside.coordinator(self.cache).remote_due_s(self.scheduler.waiting) if self.calls is not None else 1.0
+        due_s = inside.coordinator(self.cache).door.due_s(self.scheduler.waiting) if self.calls is not None else 1.0
         late = any(s.seek is not None and s.seek.until_s < 0 and not s.seek.is_late for s in self.scheduler.waiting)
         return bool(
             due_s <= 0.0

@@ -22,7 +22,7 @@ SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     for pair in ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
     for a, b in (pair, pair[::-1])
 }
-ANY = ("tests/core/coordinator/test_scheduler.py", "tests/core/coordinator/test_lifecycle.py")
+ANY = ("tests/core/coordinator/test_giving_way.py", "tests/core/coordinator/test_lifecycle.py")
 """Who looks first at a module that no test of tests/core imports."""
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from runner import LLM, SamplingParams, cli, verify
+from runner import LLM, SamplingParams, cli
 from runner.demo import job as demo
 from runner.demo.questions import ask
 from runner.model.hybrid import HybridModel
+from runner.verify import kit
 
 from .conftest import Transformers
 
@@ -60,7 +61,7 @@ def test_long_prompts_back_to_back(gemma: HybridModel) -> None:
 
 
 def test_it_says_the_same_whatever_its_cache_went_through(gemma: HybridModel) -> None:
-    report = verify.run(gemma, tokens=640, prompts=2, new_tokens=2)
+    report = kit.run(gemma, tokens=640, prompts=2, new_tokens=2)
     assert report.ok, report
 
 

@@ -1,4 +1,4 @@
-"""Stores of all kinds, empty, closed after the test."""
+"""Backends of all kinds, empty, closed after the test; caches that share one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 
+from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.remote.backends.uri import open_backend
 from remote.driving import Driver, Opens
+from remote.fake_backend import FakeBackend, Shared
 from remote.fake_s3 import FakeS3
+
+GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 4), "chunk": (ChunkedLocal(16), 4)}
+ID = {"model_id": "m", "key_secret": b"s"}
 
 
 @pytest.fixture
@@ -100,3 +105,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root can mount a small disk, and not in every container")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def shared_serving(make_serving, monkeypatch):
+    """Makes servings whose caches share one remote, with objects of ``least`` bytes at least."""
+    shared = Shared()
+
+    def make(groups=GROUPS, blocks=40, host=60, hold=(), store=None, least=300, store_mode="eager", **options):
+        monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", least)
+        store = FakeBackend() if store is None else store
+        store.shared = shared
+        made = make_serving(groups, blocks, host, hold=hold, store=store_mode, remote_uri=store, **(ID | options))
+        made.store, made.remote = store, made.cache.core.coordinator.door.remote
+        return made
+
+    make.shared = shared
+    return make
+
+
+def store_of(serving):
+    return serving.cache.stats().remote

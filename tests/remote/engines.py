@@ -73,7 +73,7 @@ def _serve(job: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
     be_patient_with_backends(pytest.MonkeyPatch())
     engine = open_engine(job["uri"])
-    store, puts = engine.cache.core.coordinator.remote.backend, 0
+    store, puts = engine.cache.core.coordinator.door.remote.backend, 0
     put = store.put
 
     def told_put(ticket: int, names: Sequence[str], *arguments: Any) -> None:

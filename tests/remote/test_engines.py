@@ -249,7 +249,7 @@ def test_reads_that_hang_cost_their_requests_the_deadline_and_close_returns(open
         from_remote(writer, k)
     hangs.begin()
     engine = opens(more="?threads=80")  # looks and writes pass
-    remote = engine.cache.core.coordinator.remote
+    remote = engine.cache.core.coordinator.door.remote
     now, passed = remote.now, [0.0]
     remote.now = lambda: now() + passed[0]
 
@@ -309,7 +309,7 @@ def test_the_engines_clock_jumps_while_it_fetches(opens: Open, hangs: Hangs, mon
     from_remote(opens(), 0)
     hangs.begin()
     engine = opens()
-    remote = engine.cache.core.coordinator.remote
+    remote = engine.cache.core.coordinator.door.remote
     copies, jump = engine.cache.core.coordinator.connector.engine, [0.0]
     now = copies.now
     monkeypatch.setattr(copies, "now", lambda: now() + jump[0])

@@ -58,7 +58,7 @@ def slow(make_serving, monkeypatch):
         options |= {"remote_uri": store, "model_id": "m", "key_secret": b"s"}
         made = make_serving(groups, 200, 400, hold=(), store="eager", **options)
         store.now = lambda: made.engine.clock_s
-        made.store, made.remote = store, inside.coordinator(made.cache).remote
+        made.store, made.remote = store, inside.coordinator(made.cache).door.remote
         made.cache.estimate_compute(lambda start, end: (end - start) * token_s)
         return made
 
@@ -189,7 +189,7 @@ def test_who_waits_sleeps_until_the_answer_of_a_text(slow):
     asked_s = serving.engine.clock_s
     for _ in range(10):
         serving.step()
-    due_s = inside.coordinator(serving.cache).remote_due_s([])
+    due_s = inside.coordinator(serving.cache).door.due_s([])
     assert serving.remote.num_progressing and ANSWER_S - 20 * STEP_S < due_s <= ANSWER_S
     serving.engine.clock_s = asked_s + due_s
     serving.step()

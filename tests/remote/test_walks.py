@@ -89,7 +89,7 @@ class Walk:
         sure = [
             list(of.requests[name].prompt_token_ids)
             for of, name in self.wrong
-            if of is serving or (name in of.finished and not of.cache.core.coordinator.remote.num_disowned)
+            if of is serving or (name in of.finished and not of.cache.core.coordinator.door.remote.num_disowned)
         ]
         if sure and self.random.random() < 0.3:
             return self.random.choice(sure)
@@ -129,7 +129,7 @@ class Walk:
             serving.engine.clock_s += 0.01
             for name in [name for name, of in self.doomed.items() if of is serving and name not in serving.finished]:
                 serving.scheduler.fail(name)
-            if not serving.scheduler.has_work() and not serving.cache.core.coordinator.remote.moves():
+            if not serving.scheduler.has_work() and not serving.cache.core.coordinator.door.remote.moves():
                 break
             self.step(serving)
         serving.store.hold = False

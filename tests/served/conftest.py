@@ -15,11 +15,15 @@ from patience import PATIENCE_S, be_patient_with_backends
 
 from kvtier import KVCache, Scheduler
 from kvtier.attention.flashinfer import FlashInfer
+from runner import LLM
 from runner.model.hybrid import HybridModel
+from runner.needle import weights_path
 
 __all__ = ["family", "quiet"]
 
 MAX_RUNNING = 5
+SMALL = {"full": 200, "sliding": 120, "chunked": 160}
+"""Blocks of the needle model."""
 Serving = tuple[HybridModel, KVCache, Scheduler]
 SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"head_dim": 64, "global_head_dim": 128}}
 """Head sizes that FlashInfer computes, where 64 for all will not do."""
@@ -61,3 +65,17 @@ def serve(flashinfer: Any, make_cache: Any, tmp_path: Path) -> Callable[..., Ser
         return model, cache, Scheduler(cache, max_batched_tokens=40, max_running=MAX_RUNNING)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def model() -> HybridModel:
+    """The needle model."""
+    return HybridModel.load(weights_path())
+
+
+@pytest.fixture
+def llm(model: HybridModel) -> Iterator[LLM]:
+    """It, served; audited at the end."""
+    with LLM(model, "cpu", SMALL, dict.fromkeys(SMALL, 400), max_batched_tokens=512, max_running=4) as served:
+        yield served
+        assert served.audit() == []

@@ -14,13 +14,14 @@ from families.conftest import Family
 from safetensors.torch import save_file
 
 from kvtier import ConfigError
-from runner import LLM, SamplingParams, verify
+from runner import LLM, SamplingParams
 from runner.cli import main
 from runner.engine.calibrate import calibrate, calibrate_on_text
 from runner.errors import ModelLoadError
 from runner.model.hybrid import HybridModel
 from runner.model.kv_scales import read_scales, save_scales
 from runner.needle import make_prompt, weights_path
+from runner.verify import kit
 from runner.verify.scenarios import SCENARIOS
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -60,7 +61,7 @@ def test_every_byte_comes_back_from_the_host(family: Callable[[str], Family], na
     subject = family(name)
     scales = calibrate(subject.model, [ids.tolist() for ids in subject.sequences])
     hits = [s for s in SCENARIOS if s.name in ("host hit", "mixed hit", "bad copies", "lazy stores")]
-    report = verify.run(
+    report = kit.run(
         subject.model, tokens=120, prompts=2, new_tokens=8, scenarios=hits, kv_cache_dtype="fp8", kv_scales=scales
     )
     assert report.ok, [(r.name, r.missing, r.difference, r.violations) for r in report.results]

@@ -120,7 +120,7 @@ def test_a_store_is_shown_if_there_is_one(
         assert tab.run("document.querySelector('#request-body .bar-text').textContent") == "remote 288, computed 12"
         tab.press("Escape")
         assert tab.run(CONTRAST) == []
-        remote = llm.cache.core.coordinator.remote
+        remote = llm.cache.core.coordinator.door.remote
         for _ in range(3):
             remote.breaker.on_end(Tried.MOVE, False, remote.now())
         monkeypatch.setattr(remote.counts, "damaged_objects", 2)

@@ -123,7 +123,8 @@ def test_a_store_is_told_of_if_there_is_one(
         assert found["remote.fetched_bytes"] == stats.remote.fetched_bytes > 0
         last = told["finished"][-1]
         assert [last[name] for name in ("device", "host", "remote", "prompt")] == [0, 0, 288, 300]
-        snapshots, remote = Snapshots(one.server.served, one.server.served.finished), llm.cache.core.coordinator.remote
+        snapshots = Snapshots(one.server.served, one.server.served.finished)
+        remote = llm.cache.core.coordinator.door.remote
         for _ in range(3):
             remote.breaker.on_end(Tried.MOVE, False, 0.0)
         assert snapshots.take(0)["remote"] == "alone"

@@ -1,7 +1,7 @@
 """Small kernels beside attention: write K and V, checksum blocks.
 
-Each has a Triton kernel (``triton_*.py``, imported only when it runs) and a twin in torch or NumPy next to its public
-function. The twin runs without Triton or CUDA. Kernel and twin give the same bits: every rounding is spelled out, so
+Each has a Triton kernel (``triton_*.py``, imported only when it runs) and a reference in torch or NumPy next to its
+public function. The reference runs without Triton or CUDA. Both give the same bits: every rounding is spelled out, so
 Triton's interpreter on a CPU can prove it (tests/kernels).
 """
 

@@ -27,8 +27,6 @@ An engine that needs host memory of its own, such as pinned memory, comes with a
 All calls except ``wake`` and ``close`` come from one thread. ``close`` may come from another thread, but not from a
 signal handler: let the handler set a flag, and call ``close`` in a ``finally``. ``wake`` may come at any moment, even
 from a garbage collector's callback in the middle of another call: it takes no lock (see ``kvtier.machine.wakeup``).
-
-An object with the seven methods that does not inherit works as well: the cache wraps it in an ``EngineAround``.
 """
 
 from __future__ import annotations
@@ -138,10 +136,6 @@ class CopyEngine(ABC):
     def link_stats(self) -> LinkStats | None:
         """Known facts of the link, None by default. ``store_gbps`` bounds the stores under way."""
         return None
-
-
-PROTOCOL = ("submit", "poll", "order_after", "wait", "wake", "now", "close")
-"""The methods that a copy engine must have."""
 
 
 class EngineFactory(ABC):

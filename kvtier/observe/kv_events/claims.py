@@ -38,7 +38,7 @@ Claimed = npt.NDArray[np.uint8]
 
 
 class Claims:
-    """Of one cache whose groups have blocks of one size."""
+    """Claims on one cache whose groups have blocks of one size."""
 
     def __init__(self, spec: CacheSpec, most_blocks: int, plan: ObjectPlan | None = None) -> None:
         """``most_blocks``: of texts that are known, at most. ``plan``: of the objects in the remote, if any."""
@@ -51,7 +51,7 @@ class Claims:
         self._full = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.FULL]
         self._local = [2 * g for g, group in enumerate(spec.groups) if group.attention.kind is not Kind.FULL]
         self._needs = [Needs(group) for group in spec.groups if group.attention.kind is not Kind.FULL]
-        self._rule = None if plan is None else RemoteRule(plan, spec)
+        self._rule = None if plan is None else RemoteRule(plan)
         self._remote_is_used = False
         num_local = len(self._local), 0 if self._rule is None else self._rule.num_big_local
         self.texts = Texts(self.block_tokens, num_local, most_blocks, self._forget)
@@ -72,7 +72,7 @@ class Claims:
         self._changed.add(run)
 
     def note(self, events: Iterable[KVEvent]) -> None:
-        """What can be found has changed."""
+        """Notes that what can be found has changed."""
         for event in events:
             bit, comes = self._bits[event.group, event.tier], event.kind is EventKind.STORED
             touched: defaultdict[Run, list[int]] = defaultdict(list)
@@ -119,7 +119,7 @@ class Claims:
     # --- what a hit can use -----------------------------------------------------------------------
 
     def take(self) -> list[wire.Event]:
-        """What is to be told: parents come before the blocks that follow them, and go after them."""
+        """The changes to be told: parents come before the blocks that follow them, and go after them."""
         gone, self._gone = self._gone, []
         touched = sorted(self._settle(), key=lambda run: run.start)
         told: list[wire.Event] = []

@@ -17,7 +17,7 @@ _COUNTS = ("buffer_steps", "hwm", "max_queue_size")
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Of ``KVEventPublisher``; the fields are those of vLLM's ``KVEventsConfig``.
+    """Options of ``KVEventPublisher``; the fields are those of vLLM's ``KVEventsConfig``.
 
     ``enable_kv_cache_events``  whether anything is published.
     ``publisher``         "zmq" or "null"; None is "zmq" if events are enabled.
@@ -84,7 +84,7 @@ class KVEventsConfig:
 
     @classmethod
     def read(cls, given: Any) -> Self:
-        """From one of these, a mapping of its fields, or such a mapping as JSON text."""
+        """Reads one of these, a mapping of its fields, or such a mapping as JSON text."""
         if isinstance(given, cls):
             return given
         if isinstance(given, str):

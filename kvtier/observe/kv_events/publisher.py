@@ -50,7 +50,7 @@ class KVEventPublisher:
         from kvtier.observe.kv_events.claims import Claims
         from kvtier.observe.kv_events.worker import Worker
 
-        self._remote = cache.core.coordinator.remote
+        self._remote = cache.core.coordinator.door.remote
         self._stored: Changes | None = None if self._remote is None else self._remote.listen()
         self._remote_is_used = False
         claims = Claims(cache.spec, _most_blocks(cache), None if self._remote is None else self._remote.plan)
@@ -103,4 +103,4 @@ def _most_blocks(cache: KVCache) -> int:
     groups, device, host = cache.spec.groups, cache.core.coordinator.pools, cache.core.host
     g = next((g for g, group in enumerate(groups) if group.attention.kind is Kind.FULL), 0)
     room = int(device.usable[g]) + (0 if host is None else int(host.usable[g]))
-    return 2 * room + SLACK_BLOCKS + (0 if cache.core.coordinator.remote is None else MOST_KNOWN)
+    return 2 * room + SLACK_BLOCKS + (0 if cache.core.coordinator.door.remote is None else MOST_KNOWN)

@@ -18,9 +18,9 @@ from kvtier.machine.errors import ConfigError
 from kvtier.observe.kv_events.config import KVEventsConfig
 
 KEPT_BYTES = 64 * 2**20
-"""Of batches kept for those who have missed them."""
+"""Most bytes of batches that are kept for those who have missed them."""
 LINGER_MS = 200
-"""What is still on its way when the sockets close has so long."""
+"""Time for what is still on its way when the sockets close."""
 END = (-1).to_bytes(8, "big", signed=True)
 _MOST_ASKED = 64  # replays answered in one go
 
@@ -33,8 +33,8 @@ class Sender:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._kept_bytes = 0
         self.next_batch = int(1000 * time.time())
-        """Its number. Milliseconds of the clock, so that an engine that comes back has higher ones than before, and its
-        listeners see a gap; fewer than a thousand batches a second are sent."""
+        """The next batch's number. Milliseconds of the clock, so that an engine that comes back has higher ones than
+        before, and its listeners see a gap; fewer than a thousand batches a second are sent."""
         self._context = zmq.Context()
         try:
             self._pub = self._bind(zmq.XPUB, config.endpoint, config.hwm)
@@ -63,7 +63,7 @@ class Sender:
 
     @property
     def readable(self) -> list[zmq.Socket[bytes]]:
-        """What there is to read from when somebody begins to listen, or asks for batches."""
+        """The sockets to read from when somebody begins to listen, or asks for batches."""
         return [self._pub] if self._asks is None else [self._pub, self._asks]
 
     def has_joined(self) -> bool:
@@ -92,7 +92,7 @@ class Sender:
             self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     def asked(self) -> list[tuple[bytes, int]]:
-        """Who asks for the batches from which number on."""
+        """Those who have asked for batches, each with the number to begin at."""
         found: list[tuple[bytes, int]] = []
         while self._asks is not None and len(found) < _MOST_ASKED:
             try:

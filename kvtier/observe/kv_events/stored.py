@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
 from kvtier.observe.kv_events.texts import Run
-from kvtier.remote.objects import Name, ObjectPlan
+from kvtier.remote.objects import KeptGroup, Name, ObjectPlan
 
 Mask = npt.NDArray[np.bool_]
 
@@ -34,14 +33,14 @@ class RemoteNews:
 
 
 class Needs:
-    """For each boundary of a local group, the blocks before it that a hit there needs."""
+    """Blocks before each boundary of a local group that a hit there needs."""
 
-    def __init__(self, group: GroupSpec) -> None:
+    def __init__(self, group: KeptGroup) -> None:
         self._group = group
         self._table = np.zeros(0, np.int64)
 
     def of(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """For hits that end with the blocks start .. end - 1 of a text."""
+        """The needs of hits that end with the blocks start .. end - 1 of a text."""
         if end > len(self._table):
             bt, attention = self._group.block_tokens, self._group.attention
             more = range(len(self._table) + 1, 2 * end + 1)
@@ -51,28 +50,23 @@ class Needs:
 
 
 def runs_of(there: Mask, before: int) -> npt.NDArray[np.int64]:
-    """For each block, how many one after the other are there and end with it; ``before`` the first one were."""
+    """How many blocks one after the other are there and end with each; ``before`` the first one were."""
     places = np.arange(len(there))
     last = np.maximum.accumulate(np.where(there, -1, places))
     return np.where(last < 0, places + 1 + before, places - last)
 
 
 class RemoteRule:
-    """For caches whose texts ``plan`` cuts into objects."""
+    """Rule of hits from the remote, for caches whose texts ``plan`` cuts into objects."""
 
-    def __init__(self, plan: ObjectPlan, spec: CacheSpec) -> None:
-        self._stride = plan.stride // spec.hit_tokens
-        self._tile = plan.tile_tokens // spec.hit_tokens
-        self._has_ends = plan.has_ends
-        groups = list(enumerate(spec.groups))
-        big = [(g, group) for g, group in groups if f"b{g}" in plan.kinds]
-        self._big_full = [g for g, group in big if group.attention.kind is Kind.FULL]
-        self._big_local = [(g, Needs(group)) for g, group in big if group.attention.kind is not Kind.FULL]
-        self._small_local = [
-            Needs(group) for g, group in groups if f"b{g}" not in plan.kinds and group.attention.kind is not Kind.FULL
-        ]
+    def __init__(self, plan: ObjectPlan) -> None:
+        self._stride = plan.stride // plan.unit
+        self._tile = plan.tile_tokens // plan.unit
+        self._big_full = [g for g, _ in plan.big_full]
+        self._big_local = [(g, Needs(group)) for g, group in plan.big_local]
+        self._small_local = [Needs(group) for _, group in plan.small_local]
         self.num_big_local = len(self._big_local)
-        self._bits = {"t": TILE, "e": END} | {f"b{g}": 4 << g for g, _ in big}
+        self._bits = {"t": TILE, "e": END} | {f"b{g}": 4 << g for g, _ in plan.big}
 
     def place(self, name: Name) -> tuple[int, int]:
         """An object's name as (64 bits of the key, bit of ``Run.stored``)."""
@@ -110,9 +104,7 @@ class RemoteRule:
         return differs
 
     def _needs_end(self, run: Run, at: npt.NDArray[np.int64]) -> Mask:
-        """Whether a hit at these boundaries needs the object that holds small blocks beyond tiles."""
-        if not self._has_ends:
-            return np.zeros(len(run), bool)
+        """``ObjectPlan.needs_end`` of these boundaries."""
         found: Mask = at % self._tile != 0 if self._tile else np.zeros(len(run), bool)
         for needs in self._small_local:
             found = found | (needs.of(run.start, run.start + len(run)) > 0)

@@ -66,9 +66,9 @@ class Run:
         self.complete = np.zeros(n, bool)
         """Whether it and all blocks before it are there, in the full-attention groups."""
         self.on_device = np.zeros(n, bool)
-        """The same on the device alone."""
+        """Whether it and all blocks before it are on the device."""
         self.runs = np.zeros((num_local, n), np.int64)
-        """By local group: blocks there, one after the other, that end with this one."""
+        """Blocks there, one after the other, that end with this one, by local group."""
         self.stored = np.zeros(n, np.uint64)
         """Bits of objects that the remote has under the key of each block (``kvtier.observe.kv_events.stored``)."""
         self.reach = np.zeros(n, bool)
@@ -119,7 +119,7 @@ class Ordered:
 
 
 class Texts:
-    """Of one cache."""
+    """The known texts of one cache."""
 
     def __init__(
         self, block_tokens: int, num_local: tuple[int, int], most_blocks: int, forget: Callable[[Run], None]

@@ -40,14 +40,14 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """What was said of this engine before no longer holds."""
+    """Tells that what was said of this engine before no longer holds."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True):
-    """What one message carries."""
+    """The content of one message."""
 
     ts: float
     events: Sequence[Event]

@@ -36,7 +36,7 @@ CLOSE_S = 2.0
 """The longest wait for the thread to end."""
 
 PART_BLOCKS = 16_384
-"""Of a batch that tells everything, about: a millisecond or two."""
+"""About the blocks in a part of a batch that tells everything: a millisecond or two."""
 GREET_S = 0.5
 """Between two times that everything is told to who begins to listen, at least."""
 
@@ -44,7 +44,7 @@ Text = npt.NDArray[np.int32]
 
 
 class Worker:
-    """Of one publisher."""
+    """The thread of one publisher."""
 
     def __init__(self, config: KVEventsConfig, chain: KeyChain, claims: Claims) -> None:
         """Raises ``ConfigError`` if the sockets cannot be had."""
@@ -142,14 +142,14 @@ class Worker:
         self._claims.add_text(keys[self._units - 1 :: self._units, 0], news)
 
     def _greet(self) -> None:
-        """Who begins to listen gets what is true now, as everybody does. Several in a moment share it."""
+        """Sends a snapshot to all when somebody begins to listen. Several in a moment share it."""
         self._joined |= self._sender.has_joined()
         if self._joined and time.monotonic() >= self._greets_from_s:
             self._joined, self._greets_from_s = False, time.monotonic() + GREET_S
             self._tell_everything()
 
     def _answer(self) -> None:
-        """Who asks for more than is kept gets what is true now, as everybody does: in the next batch."""
+        """Sends a snapshot to all when somebody asks for more than is kept: in the next batch."""
         asked = self._sender.asked()
         if any(start < self._sender.oldest for _, start in asked):
             self._tell_everything()
@@ -157,7 +157,7 @@ class Worker:
             self._sender.answer(who, start)
 
     def _tell_everything(self) -> None:
-        """In several batches if it is much, all of which are kept: making one holds the interpreter's lock."""
+        """Tells everything, in several batches if it is much, all kept: making one holds the interpreter's lock."""
         events = self._claims.everything()
         sizes = [len(event.block_hashes) if isinstance(event, wire.BlockStored) else 0 for event in events]
         most, part, blocks = max(PART_BLOCKS, -(-sum(sizes) // max(1, self._kept - 1))), list[wire.Event](), 0
@@ -175,5 +175,5 @@ class Worker:
 
 
 def _waker() -> int:
-    """What a thread that polls sockets can be woken by."""
+    """A file (eventfd) that wakes a thread which polls sockets."""
     return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -35,7 +35,7 @@ def by_size(
 
 
 def first_alone(parts: Iterable[list[int]]) -> Iterator[list[int]]:
-    """The same, but for the first object, which is a batch of its own."""
+    """Batches, of which the first object is one of its own."""
     for n, part in enumerate(parts):
         if n == 0 and len(part) > 1:
             yield part[:1]

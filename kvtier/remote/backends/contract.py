@@ -30,7 +30,7 @@ class Outcome(Enum):
     MISS = "miss"
     """There is no object of this name."""
     FAILED = "failed"
-    """It went wrong, took too long, or what came back is not what was stored."""
+    """The object could not be read or written, took too long, or came back as something else."""
     REFUSED = "refused"
     """The backend is full, or does not let us write."""
 
@@ -43,7 +43,7 @@ class Answer:
     outcomes: tuple[Outcome, ...]
     reasons: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
-    """From the beginning of the call's first object to its end, without the wait for a free thread."""
+    """Seconds from the beginning of the call's first object to its end, without the wait for a free thread."""
 
 
 PROTOCOL = ("register", "look", "put", "get", "delete", "poll", "wait", "wake", "close")
@@ -58,14 +58,14 @@ class Backend(Protocol):
     """
 
     kind: str
-    """For metrics: "file", "s3", "mooncake", ..."""
+    """The kind of backend for metrics: "file", "s3", "mooncake", ..."""
     on_news: Callable[[], None]
 
     def register(self, memory: memoryview) -> None:
         """All buffers of ``get`` and ``put``, but for trailers, will be views of ``memory``. Called once, first."""
 
     def look(self, ticket: int, names: Sequence[str], deadline_s: float) -> None:
-        """Which objects are there: OK or MISS. A hint: the object may be gone when it is asked for."""
+        """Asks which objects are there: OK or MISS. A hint: the object may be gone when it is asked for."""
 
     def put(
         self,

@@ -36,7 +36,7 @@ log = logging.getLogger("kvtier.remote")
 RENEW_S = 3600.0
 SCRATCH_BYTES = 512 << 10
 LARGE_PIECE = 96 << 10
-"""On average, the trailer among them: each piece costs a call, so that smaller ones gain nothing."""
+"""Mean size of a large object's pieces, the trailer among them: each costs a call, so smaller ones gain nothing."""
 _MOST_PIECES = 1024
 """The system takes no more in one call."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)

@@ -39,7 +39,7 @@ class Misplaced(OSError):
 
     @classmethod
     def link(cls, name: str) -> Misplaced:
-        """At this place."""
+        """The error for a link at this place."""
         return cls(f"{name} is a link, which is not followed")
 
 
@@ -64,7 +64,7 @@ class Folder:
             raise
 
     def open_file(self, name: str) -> tuple[int, os.stat_result]:
-        """To be read. Raises ``Misplaced`` for what is no file."""
+        """Opens a file to be read. Raises ``Misplaced`` for what is no file."""
         file = self.open(name, _READ)
         return file, _check_file(file, name)
 
@@ -158,7 +158,7 @@ class Folder:
             os.fchmod(file, self.mode)
 
     def _grant_folder(self, folder: int) -> None:
-        """And closes it. Who shares a backend may hand its group on from folder to folder."""
+        """Gives a folder its rights; closes it. Who shares a backend may hand its group on from folder to folder."""
         try:
             os.fchmod(folder, self.folder_mode | os.fstat(folder).st_mode & stat.S_ISGID)
         finally:

@@ -32,7 +32,7 @@ BATCH_PIECES = MOST_PIECES
 BATCH_BYTES = 64 << 20
 """A batch ends before it has more than these; an object alone may have more."""
 NAMES_AT_ONCE = 4096
-"""Of a look, or a deletion."""
+"""Most names of a look, or a deletion."""
 NO_MASTER = (meaning(-900), meaning(-901))
 RECONNECTS, RECONNECT_S = 4, 5.0
 """Tries to reach a master that is gone, and seconds between them all: no limit of the library's makes these fewer."""
@@ -42,7 +42,7 @@ HALF_WAY = "an earlier put failed half-way; the master forgets that in time (put
 MOST_HALF_WAY = 100_000
 
 Result = tuple[Outcome, str]
-"""Of one object: the outcome, and why if it failed or was refused."""
+"""One object's outcome, and why if it failed or was refused."""
 Work = Callable[[Sequence[int]], list[Result]]
 Moves = Callable[[Stage, Sequence[int]], list[Result]]
 
@@ -51,7 +51,7 @@ class _BatchedCall(Call):
     """A call whose objects move in batches."""
 
     hopeless: Result | None = None
-    """What ended a batch because there is no master: the batches after it are not tried."""
+    """The result of a batch that ended for want of a master: the batches after it are not tried."""
 
 
 class MooncakeBackend(BackendThreads):
@@ -249,7 +249,7 @@ class MooncakeBackend(BackendThreads):
         return [_read(code, nbytes, k, after) for k, code, nbytes in zip(part, codes, wanted, strict=True)]
 
     def _with_lengths(self, keys: Sequence[str], codes: Sequence[int], wanted: Sequence[int]) -> list[int]:
-        """Codes; but the length of an object of another length, which has one of two codes that mean more than that."""
+        """The codes; where a code is ambiguous and the length is wrong, the length."""
         found = list(codes)
         for k, code in enumerate(codes):
             if code in OTHER_LENGTH:

@@ -72,7 +72,7 @@ def meaning(code: int) -> tuple[Outcome, str]:
 
 @dataclass(frozen=True)
 class MooncakeOptions:
-    """What a backend's address may say after its "?"."""
+    """Options that a backend's address may have after its "?"."""
 
     protocol: str = "tcp"
     """"tcp", "rdma", or another that the installed wheel can do."""

@@ -22,9 +22,9 @@ from kvtier.remote.backends.contract import Buffers
 SMALL_PIECE, PACKED_BYTES = 256 << 10, 512 << 10
 """An object that is packed has smaller pieces on average, and at most so many bytes in all."""
 PACKED_AS = 2
-"""As how many pieces of a batch it counts: that bounds the room of a batch in the stage."""
+"""Pieces of a batch that a packed object counts as: that bounds the room of a batch in the stage."""
 MOST_PIECES = 64
-"""Of a batch."""
+"""Most pieces of a batch."""
 STAGE_BYTES = (64 << 10) + MOST_PIECES // PACKED_AS * PACKED_BYTES
 
 
@@ -36,7 +36,7 @@ def place(buffer: memoryview) -> tuple[int, int]:
 
 
 def pieces_of(buffers: Buffers) -> int:
-    """As how many pieces of a batch an object counts."""
+    """The number of pieces of a batch that an object counts as."""
     return PACKED_AS if _is_packed(buffers) else len(buffers)
 
 

@@ -30,7 +30,7 @@ class ThreadedBackend(BackendThreads, ABC):
 
     @abstractmethod
     def _exists(self, names: Sequence[str]) -> list[bool]:
-        """Which objects are there."""
+        """Asks which objects are there."""
 
     @abstractmethod
     def _put(self, name: str, buffers: Buffers) -> None:

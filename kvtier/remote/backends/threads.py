@@ -35,7 +35,7 @@ CLOSED = "the backend is closed"
 
 
 class Rank(IntEnum):
-    """Which waiting call a free thread takes first."""
+    """The order in which a free thread takes waiting calls."""
 
     LOOK = 0
     GET = 1

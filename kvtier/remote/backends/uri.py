@@ -46,7 +46,7 @@ class SpillWhen(Enum):
     """When a text is due."""
 
     LANDING = "landing"
-    """As soon as it is offered. Spilling begins once its copies are in the host."""
+    """Spilled as soon as it is offered. Spilling begins once its copies are in the host."""
     EVICTION = "eviction"
     """When it is among the colder half of the host's content, and the host is nearly full."""
 
@@ -69,7 +69,7 @@ class RemoteURI:
     mode: int
     """Rights of files in a directory."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of one kind of store."""
+    """Options of one kind of backend."""
 
 
 def parse_uri(uri: str) -> RemoteURI:

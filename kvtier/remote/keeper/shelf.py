@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LOCK = "kvtier-store.lock"
 _SLASHES = 4
-"""In the name of an object: folders with more are none of ours."""
+"""Slashes in the name of an object: folders with more are none of ours."""
 _STAGING = re.compile(r"(.+)#\d+")
 
 
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Skipped:
-    """What could not be read, or removed, and why, of the first one."""
+    """Counts of what could not be read or removed, with the first one's reason."""
 
     unread: int = 0
     """Objects and folders."""
@@ -76,18 +76,18 @@ class Shelf(Protocol):
     """All methods raise ``OSError`` or an error of the remote's library if it does not answer."""
 
     skipped: Skipped
-    """By ``entries`` and ``remove``."""
+    """What ``entries`` and ``remove`` have skipped."""
     is_renewed: bool
     """Whether a hit makes an object young again, so that the oldest are those that nobody reads."""
 
     def entries(self, namespace: str = "") -> Iterator[Entry]:
-        """What lies there, of one namespace or of all."""
+        """Lists what lies there, of one namespace or of all."""
 
     def read(self, name: str) -> memoryview:
         """All of an object. Raises ``FileNotFoundError``, and ``OSError`` for an object that may not be read."""
 
     def read_end(self, entry: Entry, num_bytes: int) -> memoryview:
-        """Its last bytes. Raises as ``read`` does."""
+        """The last bytes of an object. Raises as ``read`` does."""
 
     def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Removes what has not changed since it was listed; yields what is gone now."""
@@ -282,7 +282,7 @@ class BucketShelf:
             raise PermissionError(str(problem)) from problem
 
     def remove(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """See ``Shelf``. An object of one name has one content, so one written anew meanwhile is no loss but a miss."""
+        """See ``Shelf``. A name fixes the content: deleting a just rewritten object costs a miss."""
         left = list(entries)
         for i in range(0, len(left), self._together):
             part = left[i : i + self._together]

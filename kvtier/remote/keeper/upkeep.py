@@ -26,7 +26,7 @@ AHEAD_S = 3600.0
 LARGE_BYTES = 64 << 20
 """The trailer of a larger object is checked before its payload is read: a file may be long and yet empty."""
 LEAST_COST = 4096
-"""What an object takes of ``max_bytes`` at least, as it does of a disk: so their number has a bound, too."""
+"""Least that an object takes of ``max_bytes``, as it does of a disk: so their number has a bound, too."""
 Progress = Callable[[int], None]
 """Told how many bytes more are done."""
 
@@ -61,7 +61,7 @@ class Contents:
 
 @dataclass
 class Removal:
-    """What ``collect`` or ``forget`` has removed, and what is left."""
+    """Objects that ``collect`` or ``forget`` has removed, and what is left."""
 
     removed: int = 0
     removed_bytes: int = 0
@@ -75,14 +75,14 @@ class Removal:
 
 @dataclass
 class Check:
-    """What ``verify`` has found."""
+    """The findings of ``verify``."""
 
     objects: int = 0
     num_bytes: int = 0
     wrong: list[tuple[str, str]] = field(default_factory=list)
     """(name, what is wrong with it)"""
     entries: list[Entry] = field(default_factory=list)
-    """Of these."""
+    """The entries of what is wrong."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -45,10 +45,10 @@ MOST_MEMORY = 2**30
 """Bytes that compiling one grammar may take."""
 
 MOST_BYTES = 2**26
-"""Of a compiled grammar, as it is sent. One over 262,144 tokens has some 1 to 30 MB."""
+"""Most bytes of a compiled grammar, as it is sent. One over 262,144 tokens has some 1 to 30 MB."""
 
 _PATIENCE_S = 60.0
-"""For the process to take a job while it starts; it takes half a second."""
+"""Time for the process to take a job while it starts; it takes half a second."""
 
 _NO_PROCESS = "the process that compiles grammars has ended, or cannot be started; the log says why"
 
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class _Pace(Enum):
-    """Which turns a job waits for."""
+    """The turns that a job waits for."""
 
     QUICK = 0
     SLOW = 1
@@ -71,11 +71,11 @@ class _Job(Generic[T]):
     callers: list[Future[T]] = field(default_factory=list)
     pace: _Pace = _Pace.QUICK
     process: CompilerProcess | None = None
-    """That has it, or had it last."""
+    """The process that has the job, or had it last."""
     is_second: bool = False
     """Whether a process has ended before it began with it."""
     line: socket.socket | None = None
-    """To the child that works on it."""
+    """The line to the child that works on the job."""
     heard: bytearray = field(default_factory=bytearray)
 
     @property
@@ -290,7 +290,7 @@ class Compilations(Generic[T]):
             self._end(job, problem)
 
     def _result(self, job: _Job[T], heard: bytes) -> T:
-        """What a child has said before it ended, as the callers' result. Raises what they are told else."""
+        """The callers' result, of what a child has said before it ended. Raises what they are told else."""
         begun, kind, text = heard[:1], heard[1:2], heard[2:]
         if begun != grammar_child.BEGUN:
             raise GrammarFailed(_NO_PROCESS)

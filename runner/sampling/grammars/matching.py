@@ -26,16 +26,16 @@ SLOW_S = 0.5
 """CPU time that one step may take the grammar of a request that has the step for itself."""
 
 CROWDED_S = 0.1
-"""The same beside other requests."""
+"""CPU time that one step may take a grammar while other requests run."""
 
 STEP_S = 0.005
 """CPU time that all grammars of a step may take on average, if that is more than ``SHARE``."""
 
 SHARE = 1 / 3
-"""Of the time from step to step that all grammars may take on average."""
+"""Share of the time from step to step that all grammars may take on average."""
 
 STEPS = 8
-"""That an average is over: a grammar may have a slow token now and then."""
+"""Steps that an average is over: a grammar may have a slow token now and then."""
 
 
 class Meter:
@@ -43,7 +43,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.mean_s = 0.0
-        """Of the last steps."""
+        """Mean of the last steps."""
         self.error: GrammarFailed | None = None
         self.most_s = SLOW_S
         """For one step."""
@@ -64,7 +64,7 @@ class Meter:
         self._spent_s, self.last_s = 0.0, now_s
 
     def refuse(self) -> None:
-        """It costs more than other requests can bear."""
+        """Ends the request with ``GrammarFailed``: it costs more than other requests can bear."""
         self.error = GrammarFailed(
             f"the grammar took {1000 * self.mean_s:.0f} ms a token of its answers, which keeps other requests waiting; "
             "make it less ambiguous, or ask for fewer answers (n)"
@@ -97,7 +97,7 @@ class Grammar:
         self.nbytes = int(compiled.memory_size_bytes)
 
     def matcher(self, meter: Meter | None = None) -> Matcher:
-        """For a new text. ``meter``: of its request, if that has several."""
+        """A matcher for a new text. ``meter``: of its request, if that has several."""
         inner = self._xgrammar.GrammarMatcher(self._compiled)
         return Matcher(self._xgrammar, inner, self._vocab_size, Meter() if meter is None else meter)
 
@@ -108,7 +108,7 @@ class Matcher:
     def __init__(self, xgrammar: Any, inner: Any, vocab_size: int, meter: Meter) -> None:
         self.xgrammar, self.inner, self.meter = xgrammar, inner, meter
         self.words = -(-vocab_size // 32)
-        """Of 32 bits, one a token."""
+        """Words of 32 bits, one bit a token."""
         self._error: GrammarFailed | None = None
 
     @property
@@ -165,7 +165,7 @@ def fill(matchers: Sequence[Matcher], allowed: Tensor, is_metered: bool = False)
 
 
 def _fill_one(matcher: Matcher, allowed: Tensor, row: int) -> float:
-    """As ``fill``, of one row; nothing is left to choose for it if its request has taken too long."""
+    """Fills one row, as ``fill`` does; nothing is left to choose for it if its request has taken too long."""
     start, took_s = time.thread_time(), 0.0
     if matcher.error is None:
         try:
@@ -206,7 +206,7 @@ class Masks:
             self._is_stop = np.packbits(is_stop, axis=1, bitorder="little").view(np.int32)
 
     def forbidden(self, drawn: npt.NDArray[np.uint64]) -> Tensor:
-        """Of the next token of requests that have taken uint64 [m] tokens: bool [m, vocab] on the host.
+        """Tokens that may not come next, after uint64 [m] tokens of each request: bool [m, vocab] on the host.
 
         Tokens that end a text are forbidden before ``min_tokens``, unless nothing else is left.
         """

@@ -57,7 +57,7 @@ class GrammarCompiler:
             raise
 
     def begin(self, outputs: StructuredOutputs) -> Future[Grammar]:
-        """As ``compile``, for a caller that does something else meanwhile. To leave, it cancels the future."""
+        """Begins to compile, for a caller that does something else meanwhile. To leave, it cancels the future."""
         with self._lock:
             found = self._kept.get(outputs)
             if found is not None:
@@ -75,7 +75,7 @@ class GrammarCompiler:
         self._compilations.close()
 
     def _start(self) -> dict[str, Any]:
-        """What the process that compiles has to know."""
+        """The facts that the process that compiles has to know."""
         if self._tokenizer is None:
             raise InvalidRequest("structured_outputs needs a tokenizer, and this model has none")
         if not self._eos_ids:

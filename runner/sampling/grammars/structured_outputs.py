@@ -16,7 +16,7 @@ from kvtier.machine.integers import shown
 from runner.sampling.grammars.schema import not_enforced
 
 MAX_CHARACTERS = 2**17
-"""Of a schema, regular expression or grammar, or of all choices together."""
+"""Most letters of a schema, regular expression or grammar, or of all choices together."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class Prompt(Protocol):
 
     @property
     def token_ids(self) -> Sized:
-        """Its ids."""
+        """The prompt's token ids."""
 
 
 class Course:
@@ -88,7 +88,7 @@ class Finished:
         self._token_s: deque[float] = deque(maxlen=TIMED)
 
     def of(self, owner: str | None) -> list[dict[str, Any]]:
-        """Those that ``owner`` may see; None: all."""
+        """The requests that ``owner`` may see; None: all."""
         return [row for its, row in self.rows if owner in (its, None)]
 
     def note_times(self, ttft_s: float, latency_s: float, tokens: int) -> None:

@@ -30,7 +30,7 @@ class History:
 
     @property
     def num_bytes(self) -> int:
-        """Of its memory."""
+        """Bytes of the history's memory."""
         return self._rows.nbytes
 
     def add(self, row: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class History:
         self._count += 1
 
     def columns(self) -> list[list[int]]:
-        """By column, oldest first."""
+        """The history by column, oldest first."""
         start = self._count % len(self._rows) if self._count > len(self._rows) else 0
         found: list[list[int]] = np.roll(self._rows[: len(self)], -start, axis=0).T.tolist()
         return found

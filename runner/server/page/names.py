@@ -13,7 +13,7 @@ from runner.server.admission import Ticket
 
 
 class Names:
-    """What requests are called for one who may see those of ``owner``; None: all."""
+    """Names of requests for one who may see those of ``owner``; None: all."""
 
     def __init__(self, tickets: Iterable[Ticket], owner: str | None) -> None:
         self._tickets = {engine: ticket for ticket in tickets if ticket.name for engine in ticket.engine_ids}

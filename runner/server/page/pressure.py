@@ -11,7 +11,7 @@ WINDOW_MS = 10_000
 
 
 class Pressure:
-    """Of one server."""
+    """The pressure on one server."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, int, int]] = deque()

@@ -78,12 +78,12 @@ class Listener:
         return snapshot
 
     def close(self) -> None:
-        """Its reader has gone; twice does nothing."""
+        """Ends the listener, whose reader has gone; twice does nothing."""
         self._leave(self)
 
 
 class Sampler:
-    """Of one server."""
+    """The snapshots of one server, for all who listen."""
 
     def __init__(
         self, source: Source, every_s: float = EVERY_S, kept: int = KEPT, most_listeners: int = MOST_LISTENERS
@@ -156,7 +156,7 @@ class Sampler:
             listener.put(self._newest[listener.owner])
 
     def _history(self) -> bytes:
-        """The same bytes for all who come between two snapshots."""
+        """The history as bytes, the same for all who come between two snapshots."""
         if self._past is None:
             past: dict[str, Any] = {"columns": self._source.columns, "values": self.history.columns()}
             past |= {"every_s": self.every_s, "kept": self.history.kept, "server": self._source.facts()}

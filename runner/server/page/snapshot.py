@@ -23,13 +23,13 @@ from runner.server.page.pressure import Pressure
 from runner.server.served import Served
 
 PLACES = ("held", "loading", "fenced", "cached", "quarantined", "lent", "empty")
-"""Of blocks. ``loading``: a load writes them (device) or reads them (host); ``held``: the others that are not free."""
+"""Places of blocks. ``loading``: a load writes them (device) or reads them (host); ``held``: the others, not free."""
 MOST_ROWS = 100
 """Running requests, and waiting ones, that a snapshot names."""
 _REMOTE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched_objects", "looks", "late_looks",
           "missed_objects", "damaged_objects", "refused_objects", "failed_spills", "failed_fetches", "expired",
           "not_worth")  # fmt: skip
-"""Of the remote tier, if there is one: fields of ``RemoteStats``."""
+"""Fields of ``RemoteStats``, if there is a remote tier."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
              "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished",
              "refused")  # fmt: skip
@@ -43,7 +43,7 @@ _WHY = {
 
 
 class Snapshots:
-    """Of one server."""
+    """Snapshots of one server."""
 
     def __init__(self, served: Served, finished: Finished) -> None:
         self._served, self._finished, self._pressure = served, finished, Pressure()
@@ -185,7 +185,7 @@ class Snapshots:
 
 
 def _reason(death: BaseException | None) -> str | None:
-    """What the engine has died of, in a line."""
+    """The reason that the engine has died of, in a line."""
     if death is None:
         return None
     return f"{type(death).__name__}: {death}".partition("\n")[0][:_LONGEST_REASON]
@@ -201,6 +201,6 @@ _UNDER_WAY = {TransferState.PLANNED, TransferState.IN_FLIGHT, TransferState.LAND
 
 
 def _places(pool: PoolStats, loads: int) -> Iterable[int]:
-    """In the order of ``PLACES``."""
+    """Blocks in the order of ``PLACES``."""
     loading = min(loads, pool.held)
     return (pool.held - loading, loading, pool.fenced, pool.cached, pool.quarantined, pool.lent, pool.empty)

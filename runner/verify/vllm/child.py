@@ -22,7 +22,7 @@ from runner.verify.vllm.served import Engine
 
 Say = Callable[..., None]
 _MORE_PROMPTS = 8
-"""What is kept has room for so many prompts more than there are: floods, answers, and what lies beside them."""
+"""Room, in prompts, for more than there are: floods, answers, and what lies beside them."""
 _LEAST_BYTES = 64 << 20
 _MORE_BLOCKS = 4
 """Over one and a half prompts, for what does not divide."""
@@ -48,7 +48,7 @@ class Order:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, plan: Plan, kv_bytes: int) -> dict[str, Any]:
-        """Of vLLM's ``EngineArgs``. The user's own go before."""
+        """Arguments for vLLM's ``EngineArgs``. The user's own go before."""
         return {
             "model": self.model,
             "skip_tokenizer_init": True,

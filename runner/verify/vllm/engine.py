@@ -41,7 +41,7 @@ class _Watch:
         self.resumed_host = _add(self.resumed_host, getattr(stats, "connector_prefix_cache_stats", None))
 
     def logger(self) -> type:
-        """For vLLM to make and to call."""
+        """A statistics logger, for vLLM to make and to call."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         see = self.see
@@ -140,8 +140,8 @@ def _answer(name: str, output: Any) -> Answer:
 
 
 def model_facts(model: str, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Of a model that is not loaded: ``vocab_size``, ``max_model_len``, and ``token_bytes``, the most that a token's KV
-    takes. Raises what vLLM raises."""
+    """Facts of a model that is not loaded: ``vocab_size``, ``max_model_len``, and ``token_bytes``, the most that a
+    token's KV takes. Raises what vLLM raises."""
     from vllm import EngineArgs
 
     config = EngineArgs(model=model, skip_tokenizer_init=True, **arguments).create_model_config()

@@ -216,7 +216,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], which: int) -> bool:
-    """To the whole session, 0 to nobody; False if there is nobody any more."""
+    """Signals the whole session (0: nobody); False if there is nobody any more."""
     try:
         os.killpg(process.pid, which)
     except ProcessLookupError:

@@ -67,7 +67,7 @@ class Report:
 
 
 def report_of(model: str, connector: str, facts: Facts, plan: Plan, limit: float) -> Report:
-    """Of an engine that has served nothing yet."""
+    """The report of an engine that has served nothing yet."""
     return Report(
         model=model,
         connector=connector,

@@ -57,7 +57,7 @@ class Served:
     together: int = 1
     peak: float = 0.0
     about: bool = True
-    """What the scenario is about; else it only prepares that."""
+    """Whether the scenario is about this serving; else it only prepares that."""
 
     @property
     def needed(self) -> int:
@@ -76,7 +76,7 @@ class Served:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Served:
-        """From ``to_dict``, by way of JSON."""
+        """Made of what ``to_dict`` gave, by way of JSON."""
         answers = [
             Answer(**{**a, "logprobs": [[(int(t), float(p)) for t, p in row] for row in a["logprobs"]]})
             for a in given["answers"]
@@ -86,7 +86,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Facts:
-    """What an engine is. ``blocks``: of its device pool."""
+    """Facts of an engine. ``blocks``: of its device pool."""
 
     version: str
     dtype: str
@@ -99,7 +99,7 @@ class Engine(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """Of the started engine."""
+        """Facts of the started engine."""
 
     def serve(self, prompts: Prompts, new_tokens: int) -> Served:
         """All at once, greedily; returns when all have ended."""
@@ -127,5 +127,5 @@ class Happened:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Happened:
-        """From ``to_dict``, by way of JSON."""
+        """Made of what ``to_dict`` gave, by way of JSON."""
         return Happened(**{**given, "served": [Served.of(s) for s in given["served"]]})

@@ -19,7 +19,7 @@ from kvtier.testing import canary_spec
 
 
 def move(s: Serving, way: Way) -> Move:
-    return next(m for m in s.cache.core.coordinator.remote.moves() if m.way is way)
+    return next(m for m in s.cache.core.coordinator.door.remote.moves() if m.way is way)
 
 
 def plant_move_that_has_ended_and_stays(s: Serving) -> None:
@@ -81,7 +81,7 @@ def moving() -> Iterator[Serving]:
 
     before, serving = made(), made()
     before.serve("a", prompt(0, 50), 1)
-    store = serving.cache.core.coordinator.remote.backend
+    store = serving.cache.core.coordinator.door.remote.backend
     store.hold = True
     serving.add("b", prompt(1, 30), 1)
     serving.steps_until(lambda: store.end("look") or any(what == "put" for what, _ in store.calls.values()))

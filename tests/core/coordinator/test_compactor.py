@@ -34,8 +34,6 @@ from kvtier import CacheSpec, FullAttention, SlidingWindow
 from kvtier.coordinator.compactor import Compactor
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
-from kvtier.cpu_offload.device_side import PooledDevice
-from kvtier.cpu_offload.engines.around import EngineAround
 from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.gpu_pool.block_table import BlockTables
@@ -64,11 +62,10 @@ class Moves:
         self.tables = BlockTables(spec, self.pools, 4)
         self._g = g
         self.copied: list[tuple[int, int, int]] = []
-        self.host, self.engine = (pools_of(4, sizes), HeldEngine(None)) if lazy else (None, None)
-        engine = None if self.engine is None else EngineAround(self.engine, None)
-        device = PooledDevice(self.pools)
-        self.connector = Connector(device, self.host, engine, counts(*sizes), 1.0, CopyNews(Journal(0), ()))
-        stores = StorePolicy(self.connector, device, self.host)
+        self.host, self.engine = (pools_of(4, sizes), HeldEngine(None, has_bytes=False)) if lazy else (None, None)
+        pools = self.pools, self.pools, self.host
+        self.connector = Connector(*pools, self.engine, counts(*sizes), 1.0, CopyNews(Journal(0), ()))
+        stores = StorePolicy(self.connector, self.pools, self.host)
         self.compactor = Compactor(self.tables, self.connector, stores, self._copy, lazy)
         self.sparse, self.dense = whole_slab(self.pools, g), whole_slab(self.pools, g)
 

@@ -199,7 +199,7 @@ def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone
 
 def test_nothing_is_recorded_for_a_publisher_whose_thread_has_ended(engine, monkeypatch):
     one = engine({**STORE, "remote_uri": FakeBackend()})
-    remote = one.serving.cache.core.coordinator.remote
+    remote = one.serving.cache.core.coordinator.door.remote
     assert len(remote._known._listeners) == 1
     one.publisher.close()
     one.publisher.poll()

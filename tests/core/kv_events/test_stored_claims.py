@@ -58,7 +58,7 @@ class ToldOfRemote(Told):
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
-        self.remote = cache.core.coordinator.remote
+        self.remote = cache.core.coordinator.door.remote
         self.changes = self.remote.listen()
         self.claims = type(self.claims)(cache.spec, 100_000, self.remote.plan)
 
@@ -278,7 +278,7 @@ def test_keys_without_a_text_are_told_once_their_text_is_known(stored: Make) -> 
 
 def test_changes_end_with_their_holder_and_cost_nothing_without_one(stored: Make) -> None:
     one: Any = stored()
-    remote = one.cache.core.coordinator.remote
+    remote = one.cache.core.coordinator.door.remote
     changes = remote.listen()
     one.serve("a", prompt(0, 50), 1)
     there = changes.take()

@@ -16,7 +16,7 @@ MUTATIONS = (
         "attention_stale_plan",
         "I15",
         "a step runs the plan of an earlier one",
-        "attention/flashinfer",
+        "attention/flashinfer_plans attention/flashinfer",
         (
             "eager",
             "ring[turn].plan(owner, indices, self._split_kv)",
@@ -31,14 +31,14 @@ MUTATIONS = (
         "attention_plan_overwritten_in_flight",
         "I17",
         "planning changes the bytes of a plan whose copy to the device is queued",
-        "attention/flashinfer",
+        "attention/flashinfer_plans",
         ("plan", "self.planned.synchronize()", "pass"),
     ),
     mutation(
         "attention_pages_out_of_reach_allowed",
         "I15",
         "a page before the window, which may be another's by now, is read",
-        "attention/flashinfer",
+        "attention/flashinfer_refusals",
         ("_unreachable", "bounds.block_tokens", "2 * bounds.block_tokens"),
     ),
     mutation(

@@ -23,6 +23,7 @@ MUTATIONS = (
         "cuda_a_copy_counts_as_ended_when_it_was_submitted",
         "I17 I13",
         "a request reads what its load has not brought yet",
+        "core/cpu_offload/engines/cuda/engine_order core/cpu_offload/engines/cuda/engine_failures "
         "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
         ("is_done", "self._api.has_happened(event)", "self._api.has_happened(event) or True"),
     ),
@@ -30,14 +31,14 @@ MUTATIONS = (
         "cuda_nobody_waits_for_the_checksums",
         "I17 I29",
         "the next writer of a block may be faster than the checksum of its store",
-        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
+        "core/cpu_offload/engines/cuda/engine_checksums core/cpu_offload/engines/cuda/link",
         ("copy", "self._follow(stream, beside)", "pass"),
     ),
     mutation(
         "cuda_close_does_not_wait_for_copies",
         "I28",
         "memory is unpinned and freed while the device still writes it",
-        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
+        "core/cpu_offload/engines/cuda/engine_failures core/cpu_offload/engines/cuda/link",
         ("close", "not all(self.is_done(event) for event in last)", "False"),
     ),
     mutation(
@@ -55,18 +56,8 @@ MUTATIONS = (
         "cuda_loads_are_submitted_behind_stores",
         "I19",
         "a request waits for the submission of what others evict",
-        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
+        "core/cpu_offload/engines/cuda/engine_order core/cpu_offload/engines/cuda/engine "
+        "core/cpu_offload/engines/cuda/link",
         ("SubmissionThreads.put", "self._queues[direction]", "self._queues[Direction.STORE]"),
-    ),
-    mutation(
-        "cuda_a_slower_kernel_is_chosen",
-        "I17",
-        "small fragments take the slower path, and compute as well",
-        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
-        (
-            "choose_path",
-            "CLEARLY * calibration.fragment_gbps[engine, direction, size]",
-            "0.0 * calibration.fragment_gbps[engine, direction, size]",
-        ),
     ),
 )

@@ -23,14 +23,14 @@ MUTATIONS = (
         "host_tier_gives_back_what_a_late_load_still_writes",
         "I18",
         "the engine uses device blocks again while an overdue load still writes there",
-        "core/host_tier",
+        "core/host_tier_damage core/host_tier",
         ("HostBooks.poll", "self._connector.ledger.is_known(ticket)", "False"),
     ),
     mutation(
         "host_tier_knows_damage_by_fragment",
         "I20",
         "a damaged block is found again, and another one is taken out instead",
-        "core/host_tier",
+        "core/host_tier_damage",
         ("FragmentEngine._by_block", "np.unique(of[outcome.bad])", "np.unique(of[outcome.bad]) * 0"),
     ),
     mutation(
@@ -38,7 +38,7 @@ MUTATIONS = (
         "I1",
         "what many prompts begin with is the first to go",
         "core/host_tier",
-        ("HostText.load", "parts.wanted.record(self._key(hit.end))", "True"),
+        ("HostText.load", "parts.boundaries.want(name)", "True"),
     ),
     mutation(
         "manager_starts_on_a_prefix_that_is_still_coming",
@@ -84,7 +84,7 @@ MUTATIONS = (
         "I18",
         "two copies write the same device blocks, in no order",
         "core/bad_doors",
-        ("OutsideDevice.begin_load", "self._is_target[self._entries(groups, blocks)] = True", "pass"),
+        ("HostText.load", "t.direction is Direction.LOAD", "False"),
     ),
     mutation(
         "host_tier_takes_two_equal_keys_of_a_text",

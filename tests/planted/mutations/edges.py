@@ -114,8 +114,8 @@ MUTATIONS = (
         "core/cpu_offload/connector model/streams",
         (
             "take_for_stores",
-            "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _PENDING)",
-            "publish(meta, blocks, slots, slabs, of[i], host[i], named[i, 0], named[i, 1], _READY)",
+            "publish(p, of[i], host[i], named[i, 0], named[i, 1], _PENDING)",
+            "publish(p, of[i], host[i], named[i, 0], named[i, 1], _READY)",
         ),
     ),
     mutation(
@@ -145,7 +145,7 @@ MUTATIONS = (
         "edge_7_store_lets_go_of_its_host_blocks_when_planned",
         "I17 I2",
         "two stores write one host block",
-        "core/cpu_offload/connector core/cpu_offload/store_policy",
+        "core/cpu_offload/connector core/cpu_offload/stores_in_flight core/cpu_offload/store_policy",
         (
             "Connector.store",
             "self._device.fence(on, device, transfer.ticket)",

@@ -24,7 +24,7 @@ MUTATIONS = (
         "I13 I17",
         "a block that a load still writes is hit",
         "regressions/g_matched_host_blocks_stay core/cpu_offload/connector",
-        ("_probe", "b != 0 and blocks[_U(meta[g, _BASE] + b)].mark == _PENDING", "False"),
+        ("_probe", "b != 0 and d.blocks[_U(d.meta[g, _BASE] + b)].mark == _PENDING", "False"),
     ),
     mutation(
         "window_off_by_one",
@@ -62,7 +62,7 @@ MUTATIONS = (
         "chunk_named_before_it_is_computed",
         "I13",
         "a block is published that the chunk has not filled",
-        "regressions/d_block_multiples core/cache core/coordinator/scheduler",
+        "regressions/d_block_multiples core/cache core/coordinator/budgets core/coordinator/service_order",
         (
             "seal_prefill",
             "self.tables.seal(row, g, computed // bt, end // bt, seq.keys)",

@@ -16,7 +16,7 @@ MUTATIONS = (
         "late_copies_know_what_the_host_has_learned_since",
         "I17",
         "a submission thread that gives a stream its copy unordered is taken for one that the host has ordered",
-        "model/streams",
+        "model/device_orders",
         (
             "run_due",
             """
@@ -51,7 +51,7 @@ MUTATIONS = (
         "padding_on_the_first_block",
         "I15",
         "the null rows of a captured graph read somebody's block",
-        "core/coordinator/step model/what_checks_must_see",
+        "core/coordinator/step model/what_the_canary_must_see",
         ("padded", "np.zeros", "np.ones"),
     ),
     mutation(
@@ -59,7 +59,7 @@ MUTATIONS = (
         "I15",
         "an exported row still names the block that a twin has replaced",
         "core/pools/block_pool",
-        ("seal_block", "state[r, _VERSION] += 1", "pass"),
+        ("seal_block", "t.state[r, _VERSION] += 1", "pass"),
     ),
     mutation(
         "seen_row_not_noted",
@@ -76,7 +76,7 @@ MUTATIONS = (
         "room_for_sampled_tokens_off_by_one",
         "I24",
         "the 65th token of a request is written to another one's text",
-        "core/coordinator/lifecycle core/coordinator/scheduler",
+        "core/coordinator/lifecycle core/coordinator/outgrowing core/coordinator/scheduler",
         (
             "Running.advance",
             "self._most_generated >= tables.arrays.generated.shape[1]",
@@ -126,7 +126,7 @@ MUTATIONS = (
         "canary_does_not_poison_behind_a_text",
         "I15",
         "what a block held before stays behind a text, and may be the very tokens that somebody reads too early",
-        "model/what_checks_must_see",
+        "model/what_the_canary_must_see",
         ("_compute", "poison_tails(words, work.tables[g], work.ends, work.poison)", "pass"),
     ),
 )

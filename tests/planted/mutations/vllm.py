@@ -48,7 +48,7 @@ MUTATIONS = (
         "vllm_stored_names_forget_the_workers_kernels",
         "I14 S2",
         "an engine with another layout of K reads what it cannot understand",
-        "integrations/vllm_remote",
+        "integrations/vllm_identity",
         ("identity.model_id", "[facts[rank] for rank in sorted(facts)]", "[]"),
     ),
     mutation(
@@ -83,21 +83,21 @@ MUTATIONS = (
         "vllm_blocks_whose_heads_lie_outside_are_copied_as_they_are_not",
         "I13",
         "a key's bytes are half of its block, and half of another one's",
-        "integrations/vllm_connector",
+        "integrations/vllm_refusals integrations/vllm_connector",
         ("geometry.geometry_of", "stride < page", "stride < 0"),
     ),
     mutation(
         "vllm_adapters_of_one_name_share_blocks",
         "I14",
         "another adapter under an old name finds the old one's K and V",
-        "integrations/vllm_connector",
+        "integrations/vllm_refusals",
         ("settings.check_engine", "(_numbers(version) or VERSIONS[1]) < ADAPTERS_BY_PATH", "False"),
     ),
     mutation(
         "vllm_the_hub_has_moved_on_and_nobody_asks",
         "I14 S2",
         "K and V of loaded weights under the name of newer ones",
-        "integrations/vllm_remote",
+        "integrations/vllm_identity",
         ("identity._folders", "len(commits) == 1", "found"),
     ),
     mutation(
@@ -108,10 +108,10 @@ MUTATIONS = (
         ("HostWorker.begin", "self._under_way[ticket].is_spoiled = True", "pass"),
     ),
     mutation(
-        "host_tier_the_calibration_loads_first",
+        "host_tier_the_measurement_loads_first",
         "I29",
         "an engine's memory loses its content when the tier is built",
         "core/cpu_offload/engines/cuda/link",
-        ("_calibrate", "measure(CopyPath.KERNEL, STORE, 16, 1)", "measure(CopyPath.KERNEL, LOAD, 16, 1)"),
+        ("CudaLink._measure", "(STORE, LOAD)", "(LOAD, STORE)"),
     ),
 )

@@ -1,1 +1,1 @@
-"""Copies on CUDA streams: driver, link, pinned memory near the GPU, and the kernel for small fragments."""
+"""Copies on CUDA streams: driver, link, and pinned memory near the GPU."""

@@ -28,11 +28,6 @@ class Copies(NamedTuple):
     src: Addresses
     sizes: Addresses
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all copies."""
-        return int(self.sizes.sum())
-
 
 @jit
 def _merge(dst: Any, src: Any, sizes: Any, host: Any, starts: Any, out_dst: Any, out_src: Any, out_sizes: Any) -> int:

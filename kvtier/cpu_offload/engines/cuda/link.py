@@ -2,14 +2,14 @@
 
 Owns       the order in which the parts come up, and their removal if a part does not come up.
 Promises   unfit software is refused before anything is allocated, with the fix. If pinning fails, nothing is left
-           behind. The short calibration copies bytes of the device out and back and changes nothing.
+           behind. The short measurement copies bytes of the device out and back and changes nothing.
 Does not   move bytes: ``CudaRuntime`` does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
@@ -23,8 +23,7 @@ from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.cpu_offload.engines.cuda.device_sums import TorchSums, triton_kernel
 from kvtier.cpu_offload.engines.cuda.driver import CudaApi, CuPyApi, cupy_runtime
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Progress, Registration
-from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime, DeviceSums, FragmentCopy
-from kvtier.cpu_offload.engines.paths import CopyPath, calibrate
+from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime, DeviceSums
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import Submission, SubmissionThreads
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -38,6 +37,8 @@ BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
 STORE, LOAD = Direction.STORE, Direction.LOAD
 CLOSE_S = 30.0
+WHOLE_BYTES = 64 << 20
+"""Bytes moved at once to measure the link."""
 MEASURED = 3
 """Repetitions of each measurement; the shortest counts."""
 
@@ -65,7 +66,6 @@ class CudaLink(EngineFactory):
         index: int = 0,
         api: CudaApi | None = None,
         sums: DeviceSums | None = None,
-        fragments: Callable[[], FragmentCopy] | None = None,
         pci_bus_id: str = "",
         progress: Progress | None = None,
         paced: bool = False,
@@ -74,17 +74,14 @@ class CudaLink(EngineFactory):
             check_software(index)
             api = CuPyApi(index)
             sums = sums or TorchSums(triton_kernel())
-            fragments = fragments or _fragment_kernel
             pci_bus_id = pci_bus_id or str(cupy_runtime().deviceGetPCIBusId(index))
         self._api = api
         self.paced = paced
         self._sums = sums
-        self._fragments = fragments
         self._pci_bus_id = pci_bus_id
         self._progress = progress
         self._host: HostMemory | None = None  # until an engine has taken it over
         self._runs = False
-        self._measured: list[object] = []  # objects that must live until the copies of a measurement have ended
 
     def host_memory(self, num_bytes: int, setting: str, seams: Seams) -> npt.NDArray[np.uint8]:
         """``num_bytes`` of pinned memory near the device, uint8; raises ``MemoryUnavailable`` naming ``setting``."""
@@ -97,14 +94,13 @@ class CudaLink(EngineFactory):
         return self._host.array
 
     def __call__(self, memory: TierMemory) -> CudaEngine:
-        """The engine, calibrated; takes the pinned memory over and releases it when it is closed."""
+        """The engine, its link measured; takes the pinned memory over and releases it when it is closed."""
         host = self._host
         assert host is not None, "host_memory comes first"
         made: list[_Closes] = []
         try:
-            fragments = self._fragments() if self._fragments is not None else None
             sums = self._sums if memory.verifies else None
-            runtime = CudaRuntime(self._api, host.starts, sums, fragments, host.report, host.release, self.paced)
+            runtime = CudaRuntime(self._api, host.starts, sums, host.report, host.release, self.paced)
             made.append(runtime)
             submission = SubmissionThreads(runtime.bind_thread)
             made.append(submission)
@@ -112,12 +108,12 @@ class CudaLink(EngineFactory):
             mark = runtime.record(runtime.compute_stream())  # behind all writes, such as torch's zeros
             # On a thread of its own: the caller's current device stays what it is.
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(self._calibrate, runtime, memory, fragments is not None, mark).result()
+                thread.submit(self._measure, runtime, memory, mark).result()
             runtime.retire(mark)
         except BaseException:
             self._runs = not all(_has_stopped(part) for part in reversed(made))
             if self._runs:
-                KEPT.append((*made, *self._measured))
+                KEPT.append(made)
             self.give_back()
             raise
         self._host = None
@@ -130,39 +126,33 @@ class CudaLink(EngineFactory):
             self._host = None
         return not self._runs
 
-    def _calibrate(self, runtime: CudaRuntime, memory: TierMemory, with_kernel: bool, mark: int) -> None:
+    def _measure(self, runtime: CudaRuntime, memory: TierMemory, mark: int) -> None:
         """Copies the first bytes of the device's arena to the host's, which holds nothing yet, and back; behind
         ``mark``."""
         runtime.bind_thread()
         device, host = memory.arenas
-        stream = runtime.new_stream("calibration")
+        stream = runtime.new_stream("measurement")
         runtime.wait(stream, mark)
         self._api.synchronize(stream)  # so that no measurement waits for it
-        start = min(int(self._host.starts[1]) - host.address if self._host and len(self._host.starts) > 1 else 1 << 62,
-                    len(host.storage), len(device.storage))  # fmt: skip
+        most = min(int(self._host.starts[1]) - host.address if self._host and len(self._host.starts) > 1 else 1 << 62,
+                   len(host.storage), len(device.storage), WHOLE_BYTES)  # fmt: skip
+        size = np.array([most // 16 * 16], np.uint64)
 
-        def measure(path: CopyPath, direction: Direction, size: int, count: int) -> float:
-            at = np.arange(count, dtype=np.uint64) * np.uint64(2 * size if count > 1 else size)
-            ends = at + np.uint64(device.address), at + np.uint64(host.address)
+        def seconds(direction: Direction) -> float:
+            ends = np.array([device.address], np.uint64), np.array([host.address], np.uint64)
             dst, src = ends[::-1] if direction is STORE else ends
-            copies, best = Copies(dst, src, np.full(count, size, np.uint64)), float("inf")
+            best = 1e9
             for _ in range(MEASURED):
                 begun = time.perf_counter()
-                self._measured.append(runtime.send(path, copies, direction, stream))
+                runtime.send(Copies(dst, src, size), direction, stream)
                 self._api.synchronize(stream)
                 best = min(best, time.perf_counter() - begun)
-                self._measured.clear()
-            return best
+            return max(best, 1e-9)
 
         if memory.verifies and self._sums is not None and (note := self._sums.try_out(stream, memory)):
             runtime.notes.append(note)
-        if with_kernel:
-            try:
-                measure(CopyPath.KERNEL, STORE, 16, 1)
-            except Exception as problem:  # no compiler for it, say: the copy engines do everything, only slower
-                runtime.notes.append(f"no kernel for small fragments: {type(problem).__name__}: {problem}")
-                with_kernel = False
-        runtime.calibration = calibrate(measure, runtime.engine_path, start // 16 * 16, with_kernel)
+        if size[0]:  # the store first: the load brings back its bytes, so that an engine's memory keeps its content
+            runtime.link_gbps = {d: int(size[0]) / seconds(d) / 1e9 for d in (STORE, LOAD)}
 
 
 class _Closes(Protocol):
@@ -174,14 +164,6 @@ def _has_stopped(part: _Closes) -> bool:
         return part.close(CLOSE_S)
     except Exception:  # why the engine could not be made is what the user needs to know
         return False
-
-
-def _fragment_kernel() -> FragmentCopy:
-    import cupy
-
-    from kvtier.cpu_offload.engines.cuda.fragment_kernel import FragmentKernel
-
-    return FragmentKernel(cupy)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,7 +30,6 @@ from kvtier.cpu_offload.engines.cuda.descriptors import Addresses, Copies, coale
 from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi, CudaError, SourceOrder
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemoryReport
 from kvtier.cpu_offload.engines.cuda.pieces import MOST_PIECES, PACED_BYTES, PIECE_BYTES, pieces
-from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, choose_path
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.machine.kept import KEPT
@@ -63,13 +62,6 @@ class DeviceSums(Protocol):
         """Gives back the memory kept for its streams, while these streams exist."""
 
 
-class FragmentCopy(Protocol):
-    """A kernel that copies between device and registered host memory."""
-
-    def __call__(self, copies: Copies, stream: int) -> object:
-        """Gives ``stream`` the copies, multiples of 16 bytes; returns objects that must live until it is past them."""
-
-
 class CudaRuntime:
     """A ``StreamRuntime`` on one CUDA device.
 
@@ -84,7 +76,6 @@ class CudaRuntime:
         api: CudaApi,
         starts: Addresses,
         sums: DeviceSums | None = None,
-        fragments: FragmentCopy | None = None,
         host: HostMemoryReport | None = None,
         on_close: Callable[[], None] = lambda: None,
         paced: bool = False,
@@ -97,7 +88,6 @@ class CudaRuntime:
         """Failures with the link that are no errors, and why."""
         self._starts = starts
         self._sums = sums
-        self._fragments = fragments
         self._batch = BatchCopy.find(api)
         self._on_close = on_close
         self._events: deque[int] = deque()  # events that are not in use
@@ -113,15 +103,11 @@ class CudaRuntime:
         self._woken = Wakeup()
         self._lost = ""
         self._closed = False
-        self.calibration = Calibration(self.engine_path)
+        self.link_gbps: Mapping[Direction, float] = {}
+        """Of one long copy each way, once it was measured."""
         self.counts = {"transfers": 0, "blocks": 0, "copies": 0}
         self.submit_s = 0.0
         self._counting = threading.Lock()
-
-    @property
-    def engine_path(self) -> CopyPath:
-        """How this driver's copy engines are driven."""
-        return CopyPath.BATCH if self._batch is not None else CopyPath.LOOP
 
     @property
     def abi(self) -> int | None:
@@ -205,8 +191,8 @@ class CudaRuntime:
                 if verifies and store:
                     sum_up(at)
                 copies = coalesce(dst[at], src[at], sizes[at], store, self._starts)
-                path = choose_path(self.calibration, transfer.direction, len(copies.dst), copies.num_bytes)
-                kept.append(self.send(path, copies, transfer.direction, stream))
+                kept.append(copies)
+                self.send(copies, transfer.direction, stream)
                 num_copies += len(copies.dst)
                 if self._paced:
                     self._last_piece[stream] = self.record(stream)
@@ -246,17 +232,13 @@ class CudaRuntime:
     def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
         memory.wipe(groups, blocks)  # likewise
 
-    def send(self, path: CopyPath, copies: Copies, direction: Direction, stream: int) -> object:
-        """Gives ``stream`` the copies by ``path``; returns objects that must live until it is past them."""
-        if path is CopyPath.KERNEL:
-            assert self._fragments is not None
-            return self._fragments(copies, stream)
+    def send(self, copies: Copies, direction: Direction, stream: int) -> None:
+        """Gives ``stream`` the copies."""
         if self._batch is not None:
             self._batch(copies, ORDER[direction], stream)
         else:
             for dst, src, num_bytes in zip(*(array.tolist() for array in copies), strict=True):
                 self._api.copy(dst, src, num_bytes, stream)
-        return copies
 
     def _follow(self, later: int, earlier: int) -> None:
         """Later work of stream ``later`` comes after all work that ``earlier`` has been given."""
@@ -330,17 +312,12 @@ class CudaRuntime:
 
     def link_stats(self) -> LinkStats:
         """The path of the bytes, and the speed measured when it was built."""
-        c = self.calibration
-        measured = [(d, size) for path, d, size in sorted(c.fragment_gbps, key=str) if path is CopyPath.KERNEL]
-        chosen = [(d, n) for d, n in measured if choose_path(c, d, MANY, MANY * n) is CopyPath.KERNEL]
-        small = {d.value: sorted(n for at, n in chosen if at is d) for d, _ in measured}
         h = self._host or HostMemoryReport(0, 0, None, 0.0, 0.0)
         return LinkStats(
-            path=c.engine.name.lower(),
+            path="loop" if self._batch is None else "batch",
             batch_abi=self.abi,
-            store_gbps=c.link_gbps.get(Direction.STORE),
-            load_gbps=c.link_gbps.get(Direction.LOAD),
-            kernel_fragment_bytes=small,
+            store_gbps=self.link_gbps.get(Direction.STORE),
+            load_gbps=self.link_gbps.get(Direction.LOAD),
             submit_s=self.submit_s,
             **self.counts,
             pinned_bytes=h.num_bytes,

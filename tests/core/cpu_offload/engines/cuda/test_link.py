@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
-import time
 import weakref
 from collections import deque
 from itertools import count
@@ -14,10 +12,7 @@ import inside
 import numpy as np
 import pytest
 from breadth import sample
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.cpu_offload.engines.cuda.test_engine import speeds
-from core.cpu_offload.engines.test_engines import LOAD, STORE
 from core.driving import is_zero, prompt
 from core.fake_cuda import COMPUTE, FakeCuda, FakeSums, Stream
 from kvtier import (
@@ -38,7 +33,6 @@ from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
 from kvtier.cpu_offload.engines.cuda.driver import CudaError
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
 from kvtier.cpu_offload.engines.cuda.link import CudaLink, mismatch
-from kvtier.cpu_offload.engines.paths import MANY, Calibration, CopyPath, calibrate, choose_path
 from kvtier.pools.arena import Arena
 from kvtier.pools.block_pool import BlockPools
 from kvtier.testing import Faults, FaultyLink, canary_spec, expected_tokens
@@ -46,77 +40,11 @@ from kvtier.testing import Faults, FaultyLink, canary_spec, expected_tokens
 # --- which path -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("engine", "kernel", "count", "mean", "path"),
-    [
-        (5.0, 30.0, 1000, 4096, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, 20_000, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, 28 << 10, CopyPath.KERNEL),
-        (5.0, 30.0, 1000, (28 << 10) + 16, CopyPath.BATCH),  # longer than any that was measured
-        (5.0, 30.0, 1000, 1 << 20, CopyPath.BATCH),
-        (5.0, 30.0, MANY - 1, 4096, CopyPath.BATCH),
-        (30.0, 31.0, 1000, 4096, CopyPath.BATCH),  # not clearly faster
-        (30.0, 5.0, 1000, 4096, CopyPath.BATCH),
-    ],
-)
-def test_the_path_follows_from_what_was_measured(engine, kernel, count, mean, path):
-    for direction in (STORE, LOAD):
-        assert choose_path(speeds(engine, kernel), direction, count, count * mean) is path
-
-
-def test_without_a_measurement_the_copy_engines_do_it():
-    for engine in (CopyPath.BATCH, CopyPath.LOOP):
-        assert choose_path(Calibration(engine), LOAD, 1000, 4_096_000) is engine
-
-
-def test_calibration_measures_each_path_each_way_and_the_link():
-    asked = []
-
-    def measure(path, direction, size, count):
-        asked.append((path, direction, size, count))
-        return size * count / (30e9 if path is CopyPath.KERNEL else 50e9 if count == 1 else 5e9)
-
-    found = calibrate(measure, CopyPath.BATCH, 1 << 30, with_kernel=True)
-    assert {d: round(v, 6) for d, v in found.link_gbps.items()} == {STORE: 50.0, LOAD: 50.0}
-    assert {(p, d, s) for p, d, s, n in asked if n > 1} == set(found.fragment_gbps)
-    assert all(2 * size * n <= 1 << 30 for _, _, size, n in asked if n > 1)
-    assert choose_path(found, LOAD, 1000, 1000 * 8192) is CopyPath.KERNEL
-    small = calibrate(measure, CopyPath.LOOP, 1 << 10, with_kernel=True)
-    assert small.fragment_gbps == {}, "too little room to tell anything"
-    assert calibrate(measure, CopyPath.LOOP, 1 << 30, with_kernel=False).fragment_gbps == {}
-
-
 # --- the whole cache ------------------------------------------------------------------------------
 
+
 GROUPS = {"full": (FullAttention(), 4), "win": (SlidingWindow(6), 2), "chunk": (ChunkedLocal(8), 4)}
-
-
 NINE = dict.fromkeys(GROUPS, 9)
-
-
-@pytest.fixture
-def linked(monkeypatch):
-    """Options for a cache on a played GPU whose arena is in this process's memory; checks the driver afterwards."""
-    made: list[FakeCuda] = []
-
-    def link(**options):
-        cuda = FakeCuda(**options)
-        made.append(cuda)
-        factory = CudaLink(api=cuda, sums=FakeSums(cuda), pci_bus_id="0000:00:00.0")
-        build = CudaLink.__call__
-
-        def with_arena(self, memory):
-            device = memory.arenas[0]
-            cuda.device_ranges.append((device.address, len(device.storage)))
-            return build(self, memory)
-
-        monkeypatch.setattr(CudaLink, "__call__", with_arena)
-        monkeypatch.setattr(cuda_link, "MEASURED", 1)
-        return {"copy_engine": factory}, cuda
-
-    yield link
-    for cuda in made:
-        assert cuda.problems == []
 
 
 @pytest.mark.parametrize("driver", [12040, 13000])
@@ -182,7 +110,7 @@ def test_a_cache_that_cannot_be_made_pins_nothing(linked, monkeypatch, where):
     assert cuda.registered == {}
 
 
-def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, monkeypatch):
+def test_memory_stays_pinned_under_a_copy_of_a_measurement_that_failed(linked, monkeypatch):
     """Waiting for it fails, and the copy does not end: nobody else may get either tier's memory."""
     options, cuda = linked()
     kept: list[list[Arena]] = []
@@ -202,39 +130,6 @@ def test_memory_stays_pinned_under_a_copy_of_a_calibration_that_failed(linked, m
         KVCache(canary_spec(GROUPS), device_blocks=NINE, host_blocks=NINE, **options)
     assert cuda.registered
     assert [arena.has_bytes for arenas in kept for arena in arenas] == [True, True]
-    cuda.held = False
-    cuda.run()
-
-
-def test_what_a_kernel_reads_is_kept_under_a_calibration_that_failed(linked, monkeypatch):
-    """Its list of copies lies in memory that the next cache would be given, and overwrite."""
-    options, cuda = linked()
-    lists = list[weakref.ref]()
-    monkeypatch.setattr(cuda_link, "CLOSE_S", 0.1)
-    synchronize = cuda.synchronize
-
-    class Listed: ...
-
-    def fragments(copies, stream):
-        cuda.held = len(lists) == 2
-        cuda.enqueue(stream, lambda: None)
-        listed = Listed()
-        lists.append(weakref.ref(listed))
-        return listed
-
-    def fail(stream):
-        if cuda.held:
-            raise RuntimeError("the driver is confused")
-        synchronize(stream)
-
-    monkeypatch.setattr(cuda, "synchronize", fail)
-    inside.use_fragments(options["copy_engine"], lambda: fragments)
-    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
-    with pytest.raises(RuntimeError, match="confused"):
-        KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options)
-    del options
-    gc.collect()
-    assert [listed() is not None for listed in lists] == [False, False, True]
     cuda.held = False
     cuda.run()
 
@@ -291,9 +186,9 @@ def test_a_thread_that_cannot_be_started_leaves_none_behind(monkeypatch):
     assert threading.active_count() == threads
 
 
-def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):
+def test_a_measurement_that_failed_is_taken_down_in_order(linked, monkeypatch):
     options, cuda = linked()
-    monkeypatch.setattr(cuda_link, "calibrate", lambda *_: 1 / 0)
+    monkeypatch.setattr(cuda_link, "Copies", lambda *_: 1 / 0)
     ended: list[str] = []
     for owner, name in (
         (cuda_link.SubmissionThreads, "close"),
@@ -310,7 +205,7 @@ def test_a_calibration_that_failed_is_taken_down_in_order(linked, monkeypatch):
     assert not cuda.streams
 
 
-def test_the_calibration_comes_after_the_zeros_that_the_compute_stream_still_writes(linked, monkeypatch):
+def test_the_measurement_comes_after_the_zeros_that_the_compute_stream_still_writes(linked, monkeypatch):
     """torch.zeros is only enqueued when it returns: until then the arena holds what somebody else has left there."""
     options, cuda = linked()
     build = CudaLink.__call__
@@ -347,28 +242,6 @@ def test_a_closed_cache_gives_its_pinned_memory_back(linked):
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_kernel_that_cannot_be_compiled_is_done_without_and_said(linked, monkeypatch, works):
-    options, cuda = linked()
-
-    def fragments(copies, stream):
-        if not works:
-            raise RuntimeError("no compiler")
-        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
-
-    link = options["copy_engine"]
-    inside.use_fragments(link, lambda: fragments)
-    big = dict.fromkeys(GROUPS, 10_000)  # room enough to measure small fragments
-    with KVCache(canary_spec(GROUPS), device_blocks=big, host_blocks=big, **options) as cache:
-        stats = cache.stats().link
-        assert (set(stats.kernel_fragment_bytes) == {"store", "load"}) is works
-        assert (
-            bool(stats.notes and "no kernel for small fragments: RuntimeError: no compiler" in stats.notes[-1])
-            is not works
-        )
-
-
-@pytest.mark.parametrize("works", [True, False])
 def test_checksums_whose_kernel_cannot_be_compiled_are_taken_by_torch_and_that_is_said(make_serving, linked, works):
     options, cuda = linked()
 
@@ -402,7 +275,7 @@ def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsy
 
 @pytest.mark.parametrize("what", ["__init__", "new_stream", "send"])
 def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatch, what):
-    """Its driver does not answer, its streams cannot be made, or its calibration fails."""
+    """Its driver does not answer, its streams cannot be made, or its measurement fails."""
     options, cuda = linked()
     threads = threading.active_count()
     monkeypatch.setattr(cuda_module.CudaRuntime, what, lambda *_: 1 / 0)
@@ -411,101 +284,6 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_behind(linked, monkeypatc
     assert cuda.registered == {}
     assert cuda.streams == {}
     assert threading.active_count() == threads
-
-
-# --- the program that looks for races on a GPU, `tests/gpu/test_order.py`, is right itself ----------------------------
-
-
-class LateForwards:
-    """The compute stream of a played GPU, which is at most ``ahead`` parts of forwards behind the host."""
-
-    def __init__(self, cuda: FakeCuda, ahead: int = 40) -> None:
-        self.cuda, self.ahead, self.left = cuda, ahead, 0
-        cuda.streams[COMPUTE] = Stream(False)
-
-    def launch(self, part):
-        def run():
-            part()
-            self.left -= 1
-
-        self.left += 1
-        self.cuda.enqueue(COMPUTE, run)
-        while self.left > self.ahead:
-            if not self.cuda.progress(1):
-                time.sleep(0)  # a thread has not given its stream yet what another one waits for
-
-
-@pytest.fixture
-def amplified(linked):
-    """Where `tests/gpu/test_order.py` runs here: `is_noticed` and `amplify` take it."""
-
-    def where(seed: int = 0) -> dict:
-        options, cuda = linked(seed=seed)
-        late = LateForwards(cuda)
-        return {"device": "cpu", "num_layers": 2, "launch": late.launch, "finish": cuda.run, **options}
-
-    return where
-
-
-@pytest.mark.parametrize(("store", "verify"), [("eager", "off"), ("lazy", "full")])
-def test_the_race_amplifier_finds_nothing_and_its_pools_are_full(amplified, monkeypatch, store, verify):
-    from gpu.test_order import FULL, amplify
-
-    monkeypatch.setenv("KVTIER_AUDIT", "0")
-    seen = amplify(0, 150, store=store, verify=verify, **amplified())
-    assert not seen.wrong
-    assert seen.loaded_blocks > 150
-    assert seen.violations == []
-    assert (seen.full >= FULL).all(), seen.full
-
-
-@pytest.mark.parametrize("edge", range(1, 7))
-def test_the_race_amplifier_sees_each_order_that_is_removed(amplified, edge):
-    from gpu.test_order import REMOVED, is_noticed
-
-    name = next(name for name in REMOVED if name.startswith(f"edge {edge}"))
-    assert any(is_noticed(name, seed, 60, **amplified(seed)) for seed in range(4))
-    assert not is_noticed(name, 0, 60, remove=False, **amplified())
-
-
-class SentUp(TorchDispatchMode):
-    """Notes numbers that are written through indices: on a GPU torch copies such a number there, and waits for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.startswith("aten::index_put") and args[2].dim() == 0:
-            self.found.append(args[2])
-        return func(*args, **kwargs or {})
-
-
-def test_the_forwards_of_the_race_amplifier_do_not_wait_for_the_device(monkeypatch):
-    """Else no forward is ever late, and edges 1 and 2 are not missed."""
-    from gpu.test_order import amplify
-
-    monkeypatch.setenv("KVTIER_AUDIT", "0")
-    with SentUp() as sent:
-        amplify(0, 60, device="cpu", num_layers=2, finish=lambda: None)
-    assert sent.found == []
-
-
-def test_the_race_amplifier_lets_the_host_run_ahead_where_only_that_is_noticed():
-    """A GPU of 2 GHz: a step takes the host 1 to 2 ms there."""
-    from gpu.test_order import REMOVED
-
-    spins = [options["spin"] for name, (_, options) in REMOVED.items() if name.startswith(("edge 1", "edge 2"))]
-    assert [spin / 2 / 2e9 >= 2e-3 for spin in spins] == [True, True]
-
-
-def test_the_race_amplifier_does_not_take_a_crash_for_a_race(amplified, monkeypatch):
-    from gpu.canary import DeviceCanary
-    from gpu.test_order import REMOVED, is_noticed
-
-    monkeypatch.setattr(DeviceCanary, "forward", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        is_noticed(next(iter(REMOVED)), 0, 60, **amplified())
 
 
 # --- software that does not fit -------------------------------------------------------------------
@@ -552,16 +330,11 @@ def test_torch_takes_the_checksums_that_the_cpu_takes(monkeypatch, size):
     assert np.flatnonzero(found != expected).tolist() == [2]
 
 
-@pytest.mark.parametrize("kernel", [True, False])
-def test_the_memory_of_an_engine_keeps_its_content_under_the_calibration(linked, kernel):
+def test_the_memory_of_an_engine_keeps_its_content_under_the_measurement(linked):
     """And nothing outside of it is read, such as a null block that its fragments do not have."""
     options, cuda = linked()
     memory = np.random.default_rng(0).integers(0, 256, 48 << 20, np.uint8)
     before, first, summed = memory.copy(), memory.ctypes.data, list[int]()
-
-    def fragments(copies, stream):
-        for d, s, n in zip(*(a.tolist() for a in copies), strict=True):
-            cuda.enqueue(stream, lambda d=d, s=s, n=n: ctypes.memmove(d, s, n))
 
     def kernel_sums(addresses, block_bytes, device):
         summed.extend(addresses.tolist())
@@ -569,7 +342,6 @@ def test_the_memory_of_an_engine_keeps_its_content_under_the_calibration(linked,
 
     link = options["copy_engine"]
     inside.use_sums(link, FakeSums(cuda, kernel_sums))
-    inside.use_fragments(link, (lambda: fragments) if kernel else None)
     group = OutsideGroup("full", FullAttention(), 4, 1024, (Fragment(0, 4096, 4096), Fragment(4 << 20, 4096, 4096)))
     with HostTier([group], memory, "48MiB", copy_engine=link) as tier:
         assert np.array_equal(memory, before)

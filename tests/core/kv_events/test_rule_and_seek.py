@@ -1,0 +1,103 @@
+"""What the remote allows: ``seek``, which asks it, and ``RemoteRule``, which has heard of it, give one answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.coordinator.seek import Seeker
+from kvtier.observe.kv_events.stored import RemoteRule
+from kvtier.observe.kv_events.texts import Run
+from kvtier.remote.backends.contract import Answer, Outcome
+from kvtier.remote.moves import SeekState
+from kvtier.remote.objects import Name, ObjectPlan
+
+BT, BLOCKS = 4, 29
+KEYS = np.random.default_rng(0).integers(1, 2**63, (BLOCKS, 2), np.uint64)
+KINDS = [FullAttention(), SlidingWindow(5), SlidingWindow(8), SlidingWindow(14), ChunkedLocal(8), ChunkedLocal(16)]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ObjectPlan:
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    heads = [draw(st.sampled_from([1, 4])) for _ in kinds]
+    groups = [
+        GroupSpec(f"g{k}", kind, 1, n, 8, dtype="float16", block_tokens=BT)
+        for k, (kind, n) in enumerate(zip(kinds, heads, strict=True))
+    ]
+    return ObjectPlan(CacheSpec(groups), least_bytes=draw(st.sampled_from([1, 300, 1000, 2500, 100_000])))
+
+
+def told(plan: ObjectPlan, stored: set[Name]) -> set[int]:
+    """The boundaries that ``RemoteRule`` allows; nothing is here."""
+    rule = RemoteRule(plan)
+    run = Run(KEYS[:, 0].tolist(), np.zeros((BLOCKS, BT), np.int32), None, 0, 0, rule.num_big_local)
+    run.complete[:] = not plan.has_full
+    bits = dict.fromkeys(run.keys, 0)
+    for key, bit in map(rule.place, stored):
+        bits[key] |= bit
+    run.stored[:] = list(bits.values())
+    rule.go_down(run, lambda run, g: np.zeros(len(run), bool))
+    return {BT * (k + 1) for k in np.flatnonzero(run.by_remote).tolist()}
+
+
+class Asked:
+    """A remote that answers as often as it is asked."""
+
+    is_on, patience, answer_s, breaker = True, 1.0, 0.0, SimpleNamespace(allows=lambda now: True)
+
+    def __init__(self, plan: ObjectPlan, stored: set[Name]) -> None:
+        self.plan, self._stored, self.questions = plan, stored, list[Any]()
+
+    def now(self) -> float:
+        return 0.0
+
+    def ask(self, names: list[Name], answered: Any) -> int:
+        self.questions.append((names, answered))
+        return 1
+
+    def answer(self) -> None:
+        names, answered = self.questions.pop()
+        answered(Answer(1, [Outcome.OK if name in self._stored else Outcome.MISS for name in names]))
+
+    def end_look(self, seek: Any, state: SeekState) -> None:
+        seek.state = state
+
+    def learn(self, *_: Any, **__: Any) -> None: ...
+
+    believe = forget = learn
+
+
+def found(plan: ObjectPlan, stored: set[Name]) -> int:
+    """The hit that ``Seeker`` would fetch; nothing is here."""
+    remote: Any = Asked(plan, stored)
+    nothing = SimpleNamespace(num_tokens=0, full_tokens=0, pending=False)
+    asker: Any = SimpleNamespace(keys=KEYS, tokens=range(BLOCKS * BT + 1), seek=None)
+    Seeker[Any](remote, SimpleNamespace(), lambda _: nothing).is_waiting(asker)  # type: ignore[arg-type]
+    while remote.questions:
+        remote.answer()
+    return asker.seek.end if asker.seek.state is SeekState.FOUND else 0
+
+
+@given(plans(), st.sets(st.integers(1, BLOCKS), max_size=4))
+def test_seek_and_the_rule_allow_the_same_hits(plan: ObjectPlan, ends: set[int]) -> None:
+    hits = {n: set(plan.of_hit(KEYS, n).names) for n in range(BT, BT * BLOCKS + 1, BT)}
+    stored = {name for k in ends for name in hits[BT * k]}
+    allowed = {n for n, names in hits.items() if names <= stored}
+    assert told(plan, stored) == allowed
+    seen = {n for n in hits if set(plan.signs_of_end(KEYS, n)) <= stored} | {0}
+    if seen - {0} <= allowed or not plan.big_local:
+        assert found(plan, stored) == max(allowed, default=0)
+    assert found(plan, stored) >= max(allowed, default=0)
+
+
+@given(plans(), st.integers(1, BLOCKS))
+def test_signs_of_a_hit_are_of_its_objects(plan: ObjectPlan, k: int) -> None:
+    names = plan.of_hit(KEYS, BT * k).names
+    assert set(plan.signs_of_end(KEYS, BT * k)) <= set(names)
+    assert plan.needs_end(BT * k) == any(kind == "e" for kind, _ in names)
