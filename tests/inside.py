@@ -21,6 +21,7 @@ from kvtier.remote.backends.uri import SpillWhen
 
 if TYPE_CHECKING:
     from kvtier import CacheManager, HostTier, Scheduler
+    from kvtier.coordinator.boundaries import Boundaries
     from kvtier.coordinator.compactor import Compactor
     from kvtier.coordinator.coordinator import Coordinator
     from kvtier.coordinator.core import Core
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from kvtier.coordinator.inbox import Inbox
     from kvtier.coordinator.match import Matcher
     from kvtier.coordinator.request import FinishReason
-    from kvtier.coordinator.retention import Wanted
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
@@ -126,14 +126,23 @@ def stores(of: Whole) -> StorePolicy:
     return coordinator(of)._stores
 
 
-def wanted_keys(wanted: Wanted) -> set[bytes]:
+def wanted_keys(boundaries: Boundaries) -> set[bytes]:
     """Boundaries that somebody has wanted."""
-    return set(wanted._seen)
+    return set(boundaries._wanted)
 
 
-def wanted(of: Whole) -> Wanted:
-    """What remembers which boundaries somebody has wanted."""
-    return coordinator(of).retention._wanted
+def boundaries(of: Whole) -> Boundaries:
+    """What remembers where prompts were found again."""
+    return coordinator(of).retention.boundaries
+
+
+def _learn_nothing(found: object) -> None:
+    pass
+
+
+def learn_nothing(of: Whole) -> None:
+    """Which ends pay never changes: credits are numbers that no two states would have in common."""
+    boundaries(of).learn = _learn_nothing  # type: ignore[method-assign]
 
 
 def laundered(of: Whole) -> np.ndarray:

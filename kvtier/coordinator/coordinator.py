@@ -264,7 +264,7 @@ class Coordinator:
             self.retention.cool_in_host(seq)
             self._offer(seq, self.retention.last_boundaries(int(t.computed[row])))
             if seq.went_on_from:
-                self.door.supersede(seq.keys, seq.went_on_from, self.retention.is_wanted)
+                self.door.supersede(seq.keys, seq.went_on_from, self.retention.boundaries.is_wanted)
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0

@@ -1,24 +1,23 @@
-"""What stays warm: which content of a request is superseded, and goes to the cold end when it is released.
+"""What stays warm: which content of a request's row is superseded, and goes to the cold end when it is released.
 
-Owns       the boundaries of prompts that requests have wanted.
-Promises   this is the one module that decides which content of a request is superseded; bounded memory.
+Owns       nothing that lasts: ``Boundaries`` knows which ends pay.
+Promises   no block that a kept end of the row needs is superseded.
 Does not   decide what is stored: ``StorePolicy`` does. It caches and evicts nothing: ``superseded`` of rows and of
            transfers carries its answer to the release of the blocks.
 
-A *boundary* is a length at which a prompt's prefix is found again. A conversation's boundary is hit once, by its next
-turn. Then this turn's own boundary supersedes it. The boundary of a prompt that many share is hit over and over.
-Windows make the difference costly: for a short turn, most of the kept content is the windows' content at its end. So
-content is *superseded* if a request has moved on from it and no other request is known to want it. The pools and the
-host give superseded content up first. Columns, flags and signs of that name say which blocks it is.
+A conversation's boundary is hit once, by its next turn. Then this turn's own boundary supersedes it. The boundary of a
+prompt that many share is hit over and over. Windows make the difference costly: for a short turn, most of the kept
+content is the windows' content at its end. So content is *superseded* if a request has moved on from it, no other
+request is known to want it, and ends of its kind do not pay. The pools and the host give superseded content up first.
+Columns, flags and signs of that name say which blocks it is.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -26,35 +25,6 @@ from kvtier.geometry.options import StoreMode
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import Col, Ids
-
-MOST_WANTED = 65_536
-"""Boundaries that are remembered."""
-
-
-class Wanted:
-    """Boundaries by key, uint64 [2]: boundaries that a request has hit, and boundaries at which prompts have parted."""
-
-    def __init__(self) -> None:
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, key: npt.NDArray[np.uint64]) -> bool:
-        """Whether a request has wanted this boundary, as far as is remembered."""
-        return self.has(key.tobytes())
-
-    def has(self, name: bytes) -> bool:
-        """The same, of a key's bytes."""
-        return name in self._seen
-
-    def record(self, key: npt.NDArray[np.uint64]) -> bool:
-        """Remembers that a request wants this boundary. Returns whether it is the first to want it, as far as is
-        remembered."""
-        name = key.tobytes()
-        is_first = name not in self._seen
-        self._seen[name] = None
-        self._seen.move_to_end(name)
-        if len(self._seen) > MOST_WANTED:
-            self._seen.popitem(last=False)
-        return is_first
 
 
 class Retention:
@@ -67,7 +37,8 @@ class Retention:
         self._tables = tables
         self._stores = stores
         self._mode = mode
-        self._wanted = Wanted()
+        self.boundaries = Boundaries()
+        """Where prompts were found again."""
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
@@ -78,14 +49,18 @@ class Retention:
         """The request begins in its row with this hit: the hit's boundary is wanted from now on.
 
         If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
-        this boundary is superseded by the content that the request leaves at its own end.
+        this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.
         """
-        n, is_only = match.num_tokens, False
-        if n and self._is_local.any():
-            is_first = self._wanted.record(self._key(seq, n))
-            is_only = is_first and n < min(self.last_boundaries(len(seq.tokens)))
-        seq.went_on_from = n if is_only else 0
-        self._tables.arrays.superseded[seq.row] = 0 if is_only else n, n
+        n, known, goes_on = match.num_tokens, self.boundaries, False
+        if self._is_local.any():
+            found = [self._key(seq, b) for b in dict.fromkeys((match.full_tokens, n)) if b]
+            known.learn(found)
+            if n:
+                goes_on = known.want(found[-1]) and n < min(self.last_boundaries(len(seq.tokens)))
+            if goes_on:
+                known.leave(found[-1])
+        seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
+        self._tables.arrays.superseded[seq.row] = 0 if seq.went_on_from else n, n
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of the request's hit are superseded, bool [n]. Block n is logical block ``at`` [n] of its group.
@@ -111,7 +86,7 @@ class Retention:
         superseded, sealed = self._tables.arrays.superseded, [b for b in sorted(seq.branches) if computed < b <= end]
         for boundary in sealed:
             self._tables.seal_anchors(seq.row, [boundary], seq.keys)
-            self._wanted.record(self._key(seq, boundary))
+            self.boundaries.want(self._key(seq, boundary))
             superseded[seq.row] = np.maximum(superseded[seq.row], boundary)
             seq.branches.discard(boundary)
         return sealed
@@ -120,22 +95,40 @@ class Retention:
         """All ``end`` known tokens are computed, and the request decodes from here on: names the blocks of hits at
         their end.
 
-        The content at the request's own end will supersede them, unless other requests have wanted them.
+        The content at the request's own end will supersede them, unless other requests have wanted them, or prompts'
+        ends pay.
         """
         self._seal_anchors(seq, end)
-        boundaries = sorted(self.last_boundaries(end) - {0})
-        if boundaries and any(self._key(seq, b) in self._wanted for b in boundaries):
-            self._tables.arrays.superseded[seq.row] = boundaries[-1]
-        elif boundaries:
-            self._tables.arrays.superseded[seq.row, 1] = boundaries[-1]
+        if not self._is_local.any():
+            return
+        ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
+        if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
+            superseded[seq.row] = ends[-1]
+        elif ends and self.boundaries.pays(End.PROMPT):
+            superseded[seq.row] = np.minimum(superseded[seq.row], self._needed_from(ends[0]))
+        elif ends:
+            superseded[seq.row, 1] = ends[-1]
 
     def seal_end(self, seq: Tracked) -> None:
-        """The request is about to leave its row: names the blocks that hits at the end of its text need."""
-        self._seal_anchors(seq, int(self._tables.arrays.computed[seq.row]))
+        """The request is about to leave its row: names the blocks that hits at the end of its text need, if answers'
+        ends pay."""
+        end = int(self._tables.arrays.computed[seq.row])
+        is_answer = end > len(seq.request.tokens)
+        if not is_answer or self.boundaries.pays(End.ANSWER):
+            self._seal_anchors(seq, end)
+        if is_answer and self._is_local.any():
+            self._note_ends(seq, end, End.ANSWER)
 
-    def is_wanted(self, key: bytes) -> bool:
-        """Whether a request has wanted a hit at the boundary with this key, as far as is remembered."""
-        return self._wanted.has(key)
+    def _note_ends(self, seq: Tracked, num_tokens: int, end: End) -> list[int]:
+        """The last boundaries of these tokens, which are ends from now on."""
+        boundaries = sorted(self.last_boundaries(num_tokens) - {0})
+        for boundary in boundaries:
+            self.boundaries.end(self._key(seq, boundary), end)
+        return boundaries
+
+    def _needed_from(self, boundary: int) -> int:
+        """The first token that a hit at ``boundary`` needs in every local group."""
+        return min(g.attention.first_visible(boundary) for g in self._spec.groups if g.attention.kind is not Kind.FULL)
 
     def cool_in_host(self, seq: Tracked) -> None:
         """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""
@@ -183,7 +176,7 @@ class Retention:
         unit = self._spec.hit_tokens
         return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}
 
-    def _key(self, seq: Tracked, boundary: int) -> npt.NDArray[np.uint64]:
+    def _key(self, seq: Tracked, boundary: int) -> bytes:
         """The name of the request's tokens up to ``boundary``, a positive multiple of hit_tokens."""
-        key: npt.NDArray[np.uint64] = seq.keys[boundary // self._spec.hash_tokens - 1]
-        return key
+        name: bytes = seq.keys[boundary // self._spec.hash_tokens - 1].tobytes()
+        return name

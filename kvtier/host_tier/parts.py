@@ -15,9 +15,9 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.boundaries import Boundaries
 from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.match import Match, Matcher
-from kvtier.coordinator.retention import Wanted
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -85,7 +85,7 @@ class HostParts:
     stores: StorePolicy
     matcher: Matcher
     door: RemoteDoor[Sought]
-    wanted: Wanted = field(default_factory=Wanted)
+    boundaries: Boundaries = field(default_factory=Boundaries)
     loads: dict[int, bool] = field(default_factory=dict)
     """Loads by ticket: whether the end was reported, and only the release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.boundaries import End
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
@@ -46,6 +47,7 @@ class HostText:
         self._stored = 0  # tokens up to which the full groups' blocks were planned
         self._branches: set[int] = set()  # boundaries at which others part from it
         self._went_on_from = 0  # its hit, if no other text had wanted one there
+        self._has_ended = False  # its prompt has: a further end is the answer's
         self._passing: set[int] = set()  # boundaries whose windows no other text is known to want
 
     def extend(self, keys: KeyArray) -> None:
@@ -145,9 +147,13 @@ class HostText:
         ticket = parts.connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))
         parts.loads[ticket] = False
         self.drop()
-        if parts.wanted.record(self._key(hit.end)):
-            self._passing.add(hit.end)
-            self._went_on_from = hit.end
+        name = self._key(hit.end)
+        parts.boundaries.learn([name])
+        if parts.boundaries.want(name):
+            parts.boundaries.leave(name)
+            if not parts.boundaries.pays(End.LEFT):
+                self._passing.add(hit.end)
+                self._went_on_from = hit.end
         return ticket
 
     # --- what is given ----------------------------------------------------------------------------
@@ -184,7 +190,7 @@ class HostText:
         ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
         blocks = self._blocks(self._worth(boundaries | ends, 0 if ends else self._stored, known), blocks_of)
         for boundary in boundaries:
-            parts.wanted.record(self._key(boundary))
+            parts.boundaries.want(self._key(boundary))
         self._branches -= boundaries
         self._stored = max(self._stored, known)
         if len(blocks[0]):
@@ -196,7 +202,7 @@ class HostText:
             seek = None if self._sought is None else self._sought.seek
             parts.door.offer(self._keys, sorted(boundaries | ends, reverse=True), seek)
             if self._went_on_from < min(ends, default=0):
-                parts.door.supersede(self._keys, self._went_on_from, parts.wanted.has)
+                parts.door.supersede(self._keys, self._went_on_from, parts.boundaries.is_wanted)
 
     def _blocks(self, worth: list[tuple[int, Int64s]], blocks_of: BlocksOf) -> tuple[Ids, Int64s, Ids]:
         """The engine's blocks of these logical ones, as far as they are there: groups, logical blocks, blocks."""
@@ -236,7 +242,11 @@ class HostText:
                 if group.attention.kind is not Kind.FULL and len(at):
                     groups = np.full(len(at), g, np.int32)
                     parts.stores.touch(groups, self._names(groups, at), cold=True)
-        self._passing |= {b for b in ends if self._key(b) not in parts.wanted}
+        end, self._has_ended = End.ANSWER if self._has_ended else End.PROMPT, True
+        for boundary in ends:
+            parts.boundaries.end(self._key(boundary), end)
+        if end is End.ANSWER or not parts.boundaries.pays(end):
+            self._passing |= {b for b in ends if not parts.boundaries.is_wanted(self._key(b))}
 
     def disown(self) -> set[int]:
         """Takes back the text, whose K and V are wrong: nothing under its keys is found again, here or in the remote.
@@ -269,9 +279,9 @@ class HostText:
         units = self._parts.arrays.geometry[:, Geo.UNITS][groups]
         return self._keys.take((at + 1) * units - 1, axis=0)
 
-    def _key(self, boundary: int) -> KeyArray:
-        key: KeyArray = self._keys[boundary // self._parts.spec.hash_tokens - 1]
-        return key
+    def _key(self, boundary: int) -> bytes:
+        name: bytes = self._keys[boundary // self._parts.spec.hash_tokens - 1].tobytes()
+        return name
 
 
 def _taken(table: Ids, at: Int64s) -> Ids:

@@ -28,6 +28,7 @@ from kvtier import (
     SlidingWindow,
     StepError,
 )
+from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.testing import Faults, SimulatedEngine
 
@@ -96,7 +97,8 @@ def test_a_hit_is_held_until_it_is_dropped():
     assert engine.tier.text(chain(text)).match(0, 40).num_tokens == 0
 
 
-def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it():
+def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it(monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
     engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))
 
     def superseded():

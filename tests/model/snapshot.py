@@ -14,7 +14,7 @@ requests, arenas) stay shared. ``canonical`` names a state. What it leaves out c
 - what is only reported: counters, statistics, texts of reasons, ``preemptions``, ``hit``, ``cached_tokens``.
 - what is written before it is read: the step's work arrays, contents of free rows, keys of blocks that have none,
   the chain, tail and newest token of rows that are not decoding.
-- the order of the boundaries that ``Wanted`` remembers: so few are never forgotten.
+- the order of the boundaries that ``Boundaries`` remembers: so few are never forgotten.
 - how the key index is laid out, which decides how long a lookup takes but not what it finds.
 - the clock: it stands still, and a deadline lies in the past or it does not. The epoch: nobody calls ``reset``.
 
@@ -219,7 +219,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         connector.stores_hang,
         *(sum(ticket <= last for ticket in rank) for last in inside.hang_tickets(cache)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
-        sorted(inside.wanted_keys(inside.wanted(scheduler))),
+        sorted(inside.wanted_keys(inside.boundaries(scheduler))),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - inside.pools(cache).column(Col.EVICTED)).tolist()),
         None if world.calls is None else store_state(world.remote, world.calls, host.of, connector.ledger.num_settled),
         device.state(inside.pools(cache), rank),

@@ -108,6 +108,7 @@ class World:
         self.engine: Any = self.cache.copy_engine or StepwiseEngine(None, config.order)
         self.calls = open_stepwise(self.cache, self.engine.now) if config.shelf else None
         self.scheduler = Scheduler(self.cache, max_batched_tokens=config.batch, max_running=config.rows)
+        inside.learn_nothing(self.cache)
         self.requests = [
             Request(f"r{i}", prompt, new, priority=priority)
             for i, (prompt, new, priority) in enumerate(zip(config.prompts, config.new, config.priorities, strict=True))

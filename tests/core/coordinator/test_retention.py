@@ -1,4 +1,4 @@
-"""Which boundaries others have wanted, and what goes cold of those that nobody has."""
+"""What goes cold of boundaries that nobody else has wanted, where answers' ends alone pay."""
 
 from __future__ import annotations
 
@@ -9,34 +9,17 @@ import pytest
 from core.driving import Serving, prompt
 from core.slabs import shared_serving
 from kvtier import FullAttention, SlidingWindow
-from kvtier.coordinator.retention import Wanted
+from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.pools.block_pool import Col
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
 
 
-def boundary(n: int) -> np.ndarray:
-    return np.array([n, ~n], np.int64).view(np.uint64)
-
-
-def test_only_the_first_who_wants_a_boundary_is_told_that_nobody_else_did():
-    wanted = Wanted()
-    assert boundary(1) not in wanted
-    assert [wanted.record(boundary(n)) for n in (1, 2, 1, 2, 1)] == [True, True, False, False, False]
-    assert boundary(1) in wanted
-
-
-def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvtier.coordinator.retention.MOST_WANTED", 8)
-    wanted = Wanted()
-    wanted.record(boundary(0))
-    for n in range(1, 100):
-        wanted.record(boundary(n))
-        assert not wanted.record(boundary(0)), n
-    assert boundary(0) in wanted, "wanted again and again"
-    assert boundary(90) not in wanted
-    assert len(inside.wanted_keys(wanted)) == 8
+@pytest.fixture(autouse=True)
+def answers_alone_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on conversations whose answers stay as they were."""
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
 
 
 def cold(serving: Serving) -> list[int]:

@@ -38,7 +38,7 @@ MUTATIONS = (
         "I1",
         "what many prompts begin with is the first to go",
         "core/host_tier",
-        ("HostText.load", "parts.wanted.record(self._key(hit.end))", "True"),
+        ("HostText.load", "parts.boundaries.want(name)", "True"),
     ),
     mutation(
         "manager_starts_on_a_prefix_that_is_still_coming",

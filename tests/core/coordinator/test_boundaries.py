@@ -1,0 +1,152 @@
+"""Which ends are kept: learned from where prompts are found again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import inside
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.driving import Serving, prompt
+from kvtier import FullAttention, SlidingWindow
+from kvtier.coordinator import boundaries
+from kvtier.coordinator.boundaries import Boundaries, End
+from kvtier.testing import canary_spec
+
+SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
+
+
+def name(n: int) -> bytes:
+    return n.to_bytes(16, "little")
+
+
+def test_only_the_first_who_wants_a_boundary_is_told_that_nobody_else_did() -> None:
+    known = Boundaries()
+    assert not known.is_wanted(name(1))
+    assert [known.want(name(n)) for n in (1, 2, 1, 2, 1)] == [True, True, False, False, False]
+    assert known.is_wanted(name(1))
+
+
+def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundaries, "MOST", 8)
+    known = Boundaries()
+    known.want(name(0))
+    for n in range(1, 100):
+        known.want(name(n))
+        known.end(name(1000 + n), End.PROMPT)
+        assert not known.want(name(0)), n
+    assert known.is_wanted(name(0)) and not known.is_wanted(name(90))
+    assert len(inside.wanted_keys(known)) == 8 == len(known._ends)
+
+
+def test_before_anything_is_known_ends_of_prompts_and_answers_pay() -> None:
+    known = Boundaries()
+    assert [known.pays(end) for end in End] == [True, True, False]
+
+
+@pytest.mark.parametrize("paid", [End.PROMPT, End.ANSWER])
+def test_what_is_never_found_stops_paying_and_pays_again_once_it_is_found(paid: End) -> None:
+    known, other = Boundaries(), End(1 - paid)
+    for n in range(40):
+        known.end(name(n), paid)
+        known.learn([name(n)])
+    assert known.pays(paid) and not known.pays(other)
+    for n in range(100, 160):
+        known.end(name(n), other)
+        known.learn([name(n), name(7)])  # the longer one counts
+    assert known.pays(other)
+
+
+def test_an_end_that_conversations_come_back_to_pays_though_it_was_left() -> None:
+    known = Boundaries()
+    for n in range(20):
+        known.end(name(n), End.ANSWER)
+        known.learn([name(n)])
+        known.leave(name(n))
+    assert not known.pays(End.LEFT)
+    for n in range(20):
+        known.learn([name(n)])
+    assert known.pays(End.LEFT)
+
+
+def test_what_somebody_wants_is_no_end_of_one_conversation_any_more() -> None:
+    known = Boundaries()
+    known.want(name(1))
+    known.end(name(1), End.PROMPT)
+    before = known._credits
+    known.learn([name(1)])
+    assert known._credits == [boundaries.FADES * credit for credit in before]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["want", "end", "leave", "learn"]), st.integers(0, 9), st.sampled_from(End))))
+def test_equal_stories_have_equal_answers(story: list[tuple[str, int, End]]) -> None:
+    def told() -> list[bool]:
+        known, answers = Boundaries(), list[bool]()
+        calls: dict[str, Callable[[int, End], object]] = {
+            "want": lambda n, end: known.want(name(n)),
+            "end": lambda n, end: known.end(name(n), end),
+            "leave": lambda n, end: known.leave(name(n)),
+            "learn": lambda n, end: known.learn([name(n), name(n // 2)]),
+        }
+        for what, n, end in story:
+            calls[what](n, end)
+            answers += [known.pays(end), known.is_wanted(name(n))]
+        return answers
+
+    assert told() == told()
+
+
+# --- in a cache -----------------------------------------------------------------------------------
+
+
+def talk(serving: Serving, sessions: int, turns: int, kept: Callable[[list[int], list[int]], list[int]]) -> int:
+    """Conversations, one turn of each after the other; the tokens that were found. ``kept(prompt, answer)``: the
+    history."""
+    histories = [prompt(k, 24) for k in range(sessions)]
+    found = 0
+    for turn in range(turns):
+        for k in range(sessions):
+            asked = [*histories[k], *prompt(100 + turn * sessions + k, 13)]
+            done = serving.serve(f"{k} {turn}", asked, 16)
+            found += sum(done.cached_tokens.values())
+            histories[k] = kept(asked, done.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_conversations_whose_answers_are_not_kept_are_found_at_their_prompts(make_serving, monkeypatch, tier) -> None:
+    """As where thinking is dropped from the history. Of room for one window each there is enough."""
+    room = {"full": 300, "near": 24}
+
+    def hits() -> int:
+        serving = make_serving(SPEC, room if tier == "device" else {"full": 40, "near": 12}, room)
+        return talk(serving, 6, 6, lambda asked, answer: [*asked, *answer[12:]])
+
+    learned = hits()
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
+    assert learned > 1.5 * hits()
+
+
+def test_a_short_turn_does_not_cool_what_its_own_prompt_needs(make_serving) -> None:
+    """The new prompt's window reaches below the hit that it goes on from."""
+    serving = make_serving(canary_spec({"full": (FullAttention(), 4), "wide": (SlidingWindow(32), 4)}), 200)
+    text = prompt(0, 41)
+    serving.serve("a", text, 1)
+    serving.add("b", [*text, *prompt(1, 8)], 30)
+    serving.steps_until(lambda: serving.known("b") > len(text) + 8 + 4)
+    tables = inside.coordinator(serving.cache).tables.arrays
+    row = serving.scheduler.running[0].row
+    start, stop = tables.superseded[row]
+    assert start >= stop or stop <= 48 - 31, "a hit on the prompt needs tokens from 17 on"
+    serving.run()
+
+
+def test_models_with_full_attention_alone_have_nothing_to_learn(make_serving) -> None:
+    serving = make_serving({"full": (FullAttention(), 4)}, 100)
+    for k in range(3):
+        serving.serve(f"{k}", prompt(0, 33), 9)
+    known = inside.boundaries(serving.cache)
+    assert known._credits == [1.0, 1.0, 0.0] and not known._ends and np.size(inside.wanted_keys(known)) <= 1
