@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kvtier.geometry.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
     from kvtier.host_tier.parts import HostHit
     from kvtier.host_tier.plan import HostPlan
-    from kvtier.host_tier.scheduler import RelayedBooks
+    from kvtier.host_tier.scheduler import HostTierScheduler
     from kvtier.host_tier.text import HostText
     from kvtier.host_tier.tier import HostTier
-    from kvtier.host_tier.worker import HostWorker
+    from kvtier.host_tier.worker import HostTierWorker
     from kvtier.machine.errors import (
         AttentionUnavailable,
         CacheClosed,
@@ -69,7 +69,8 @@ __all__ = [
     "HostPlan",
     "HostText",
     "HostTier",
-    "HostWorker",
+    "HostTierScheduler",
+    "HostTierWorker",
     "InvalidRequest",
     "InvariantBroken",
     "Journal",
@@ -80,7 +81,6 @@ __all__ = [
     "KVTierError",
     "MemoryUnavailable",
     "OutsideGroup",
-    "RelayedBooks",
     "Request",
     "RequestTooLarge",
     "Scheduler",
@@ -115,18 +115,21 @@ _HOMES = {
     "kvtier.host_tier.plan": "HostPlan",
     "kvtier.host_tier.text": "HostText",
     "kvtier.host_tier.tier": "HostTier",
-    "kvtier.host_tier.worker": "HostWorker",
+    "kvtier.host_tier.worker": "HostTierWorker",
     "kvtier.machine.journal": "Event Journal",
     "kvtier.geometry.kv_scales": "KVScales",
-    "kvtier.host_tier.scheduler": "RelayedBooks",
+    "kvtier.host_tier.scheduler": "HostTierScheduler",
     "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
     "kvtier.machine.stats": "CacheStats",
     "kvtier.cache.warmup": "WarmUp warm_up",
 }
 """Each module, and the names that it gives to the package."""
+_FORMER = {"RelayedBooks": "HostTierScheduler", "HostWorker": "HostTierWorker"}
+"""Names that programs may still use."""
 
 
 def __getattr__(name: str) -> Any:
+    name = _FORMER.get(name, name)
     for module, names in _HOMES.items():
         if name in names.split():
             found = globals()[name] = getattr(import_module(module), name)

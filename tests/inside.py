@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvtier.cpu_offload.engines import Outcome
     from kvtier.cpu_offload.store_policy import StorePolicy
     from kvtier.cpu_offload.transfer import Transfer
-    from kvtier.host_tier.scheduler import RelayedBooks
+    from kvtier.host_tier.scheduler import HostTierScheduler
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools
     from kvtier.remote.tier import RemoteTier
@@ -362,7 +362,7 @@ def use_faults(engine: Any, faults: Faults) -> None:
     engine._chances = [faults.fail, faults.tear, faults.corrupt]
 
 
-def vllm_books(connector: Any) -> RelayedBooks:
+def vllm_books(connector: Any) -> HostTierScheduler:
     """The books of a ``KvtierConnector`` in the scheduler's role."""
     return connector._scheduler.books
 
@@ -391,11 +391,11 @@ def forget_hashes(connector: Any) -> None:
 
 
 def vllm_worker(connector: Any) -> Any:
-    """The ``HostWorker`` of a ``KvtierConnector``."""
+    """The ``HostTierWorker`` of a ``KvtierConnector``."""
     return connector._worker.worker
 
 
-def relay_clock(books: RelayedBooks, now: Callable[[], float]) -> None:
+def relay_clock(books: HostTierScheduler, now: Callable[[], float]) -> None:
     """Deadlines use this clock."""
     books._relay._clock = now
 

@@ -59,3 +59,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_they_are_not_in_the_help() -> None:
     told = subprocess.run([sys.executable, "-m", "runner.cli", "serve", "--help"], capture_output=True, text=True)
     assert "--kv-remote" in told.stdout and "--kv-store" not in told.stdout
+
+
+def test_classes() -> None:
+    import kvtier
+
+    assert kvtier.RelayedBooks is kvtier.HostTierScheduler and kvtier.HostWorker is kvtier.HostTierWorker
+    assert not {"RelayedBooks", "HostWorker"} & {*kvtier.__all__}

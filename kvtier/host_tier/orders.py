@@ -3,7 +3,7 @@
 Owns       orders that were not taken yet, and the ends that only some workers have reported.
 Promises   orders leave in the order of their making. A copy has ended once every worker has said so. A block is bad if
            it is bad in one of them.
-Does not   move bytes (``HostWorker``), or carry orders and reports: the embedding engine does.
+Does not   move bytes (``HostTierWorker``), or carry orders and reports: the embedding engine does.
 """
 
 from __future__ import annotations

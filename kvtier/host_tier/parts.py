@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(eq=False)
-class Sought:
+class Question:
     """A text that asks the remote. ``found``: what the tier has of it."""
 
     keys: KeyArray
@@ -84,12 +84,12 @@ class HostParts:
     connector: Connector
     stores: StorePolicy
     matcher: Matcher
-    door: RemoteDoor[Sought]
+    door: RemoteDoor[Question]
     boundaries: Boundaries = field(default_factory=Boundaries)
     loads: dict[int, bool] = field(default_factory=dict)
     """Loads by ticket: whether the end was reported, and only the release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
-    asking: WeakSet[Sought] = field(default_factory=WeakSet)
+    asking: WeakSet[Question] = field(default_factory=WeakSet)
     """Texts that have waited for an answer of the remote."""
     is_closed: bool = False
     num_texts: int = 0

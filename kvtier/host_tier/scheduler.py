@@ -6,7 +6,7 @@ Does not   carry orders to workers, or reports back: the embedding engine does, 
 
 Each step of the engine: ``overwrite`` the blocks that it is about to write, ``take_orders``, and then say what it
 computes (``HostText.computed``). Each worker gets the orders before it enqueues the step's forward pass
-(``HostWorker.begin``, ``load``). Its report comes back with the step's output: ``report``, then ``poll``.
+(``HostTierWorker.begin``, ``load``). Its report comes back with the step's output: ``report``, then ``poll``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLOSE_S = 5.0
 """Time for the scheduler's own questions to the remote to end; they touch no memory of the tier."""
 
 
-class RelayedBooks(HostBooks):
+class HostTierScheduler(HostBooks):
     """Books for ``workers`` workers with the same plan. ``deadline_s``: seconds after which a copy is given up."""
 
     def __init__(self, plan: HostPlan, deadline_s: float = 30.0, workers: int = 1) -> None:

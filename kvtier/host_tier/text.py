@@ -17,7 +17,7 @@ from kvtier.coordinator.boundaries import End
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
-from kvtier.host_tier.parts import HostHit, HostParts, Sought
+from kvtier.host_tier.parts import HostHit, HostParts, Question
 from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
 from kvtier.machine.errors import InvalidRequest, StepError
 from kvtier.machine.integers import shown
@@ -37,7 +37,7 @@ class HostText:
     def __init__(self, parts: HostParts, keys: KeyArray, with_remote: bool = True) -> None:
         self._parts = parts
         self._with_remote = flag(with_remote, "with_remote")
-        self._sought: Sought | None = None  # what it has asked the remote
+        self._sought: Question | None = None  # what it has asked the remote
         self._keys = joined_keys(NO_KEYS, keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
@@ -81,7 +81,7 @@ class HostText:
                 return replace(nothing, is_sought=True)
         found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
         if remote is not None and self._sought is None and not found.pending:
-            self._sought = Sought(self._keys, range(num_tokens), found)
+            self._sought = Question(self._keys, range(num_tokens), found)
             if parts.door.is_waiting(self._sought):
                 parts.asking.add(self._sought)
                 return replace(nothing, is_sought=True)

@@ -1,4 +1,4 @@
-"""A worker's half of a host tier: it makes the copies that ``RelayedBooks`` orders, and reports their ends.
+"""A worker's half of a host tier: it makes the copies that ``HostTierScheduler`` orders, and reports their ends.
 
 Owns       the host memory of one worker (``HostBytes``), and the copies under way.
 Promises   an overdue load is reported as late once, and its end later. What a failed load has written is wiped before
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
     failed: dict[int, str]
     """A load that is late is here, and ends a second time in ``report`` alone."""
     report: Report
-    """The report for ``RelayedBooks.report``."""
+    """The report for ``HostTierScheduler.report``."""
 
 
 @dataclass
@@ -64,8 +64,8 @@ class _UnderWay:
         return self.transfer.direction is Direction.LOAD
 
 
-class HostWorker:
-    """One of the workers of a ``RelayedBooks`` of the same ``plan``. ``memory`` and ``copy_engine``: as ``HostTier``'s.
+class HostTierWorker:
+    """One worker of a ``HostTierScheduler`` of the same ``plan``. ``memory`` and ``copy_engine``: as ``HostTier``'s.
 
     ``deadline_s``: seconds after which a load is reported as late, and after which nobody waits for a store.
     """

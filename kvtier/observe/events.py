@@ -117,7 +117,7 @@ class KVEvents:
 
 
 class HostEvents:
-    """``KVEvents`` of a host tier with an engine's own keys (``HostTier``, ``RelayedBooks``)."""
+    """``KVEvents`` of a host tier with an engine's own keys (``HostTier``, ``HostTierScheduler``)."""
 
     def __init__(self, books: HostBooks) -> None:
         self._books = books

@@ -17,12 +17,12 @@ from kvtier import (
     FullAttention,
     HostPlan,
     HostTier,
-    HostWorker,
+    HostTierScheduler,
+    HostTierWorker,
     InvalidRequest,
     Journal,
     KVTierError,
     OutsideGroup,
-    RelayedBooks,
 )
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.host_tier.orders import Orders, Report
@@ -106,13 +106,13 @@ MAKES = {
         "model_id": "m",
         "key_secret": b"s",
     },
-    HostWorker: {
+    HostTierWorker: {
         "plan": HostPlan([group()], 4096, 2048),
         "memory": MEMORY,
         "deadline_s": 30.0,
         "copy_engine": SimulatedEngine,
     },
-    RelayedBooks: {"plan": HostPlan([group()], 4096, 2048), "deadline_s": 30.0, "workers": 1},
+    HostTierScheduler: {"plan": HostPlan([group()], 4096, 2048), "deadline_s": 30.0, "workers": 1},
 }
 MADE = [
     *((closing(door), door.__name__, name, given) for door, given in MAKES.items() for name in given),
@@ -144,8 +144,8 @@ class World:
         engine = Outside()
         self.tier = engine.tier
         if door == "relayed":
-            self.tier = RelayedBooks(HostPlan(engine.groups, len(engine.memory), 12_000), 40.0)
-        self.worker = HostWorker(HostPlan([group()], 4096, 2048), MEMORY, 40.0, SimulatedEngine)
+            self.tier = HostTierScheduler(HostPlan(engine.groups, len(engine.memory), 12_000), 40.0)
+        self.worker = HostTierWorker(HostPlan([group()], 4096, 2048), MEMORY, 40.0, SimulatedEngine)
         self.text = self.tier.text(KEYS)
         if door == "tier":
             self.text.computed(TABLES, 40, is_end=True)
@@ -317,7 +317,7 @@ def test_a_simulated_copy_of_no_blocks_is_not_corrupt():
 def test_a_worker_with_less_memory_than_its_plan_is_refused():
     """Copies went beyond the end of its memory."""
     with pytest.raises(ConfigError, match="memory has 2,048"):
-        HostWorker(HostPlan([group()], 4096, 2048), MEMORY[:2048], copy_engine=SimulatedEngine)
+        HostTierWorker(HostPlan([group()], 4096, 2048), MEMORY[:2048], copy_engine=SimulatedEngine)
 
 
 def test_a_block_id_is_not_cut_to_32_bits():

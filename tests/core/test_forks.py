@@ -17,7 +17,7 @@ from core.driving import prompt
 from core.forking import in_child
 from core.outside import chain
 from core.test_bad_doors import MEMORY, group
-from kvtier import CacheManager, HostPlan, HostTier, HostWorker, RelayedBooks, Request, Scheduler
+from kvtier import CacheManager, HostPlan, HostTier, HostTierScheduler, HostTierWorker, Request, Scheduler
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.host_tier.orders import Orders
 from kvtier.remote.backends.uri import open_backend
@@ -79,7 +79,7 @@ def test_host_tiers_and_their_halves_are_refused_in_a_child():
         text.load(np.arange(len(hit.hosts)))
         until_at_rest(tier)
         assert tier.audit() == []
-    worker = HostWorker(plan, MEMORY.copy(), copy_engine="threads")
+    worker = HostTierWorker(plan, MEMORY.copy(), copy_engine="threads")
     for call in (
         partial(worker.begin, Orders()),
         partial(worker.load, Orders()),
@@ -91,7 +91,7 @@ def test_host_tiers_and_their_halves_are_refused_in_a_child():
     assert in_child(worker.close) == "True"
     assert worker.poll().loaded == ()
     worker.close()
-    refused("host tier", RelayedBooks(plan).take_orders)
+    refused("host tier", HostTierScheduler(plan).take_orders)
 
 
 def until_at_rest(tier: HostTier) -> None:

@@ -1,4 +1,4 @@
-"""A host tier in two halves: books in one process, bytes in several workers (``RelayedBooks``, ``HostWorker``)."""
+"""A host tier in two halves: a scheduler in one process, bytes in several workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.host_tier.orders import Copy, End, Orders, RelayEngine, Report
 from kvtier.host_tier.plan import HostPlan
-from kvtier.host_tier.scheduler import RelayedBooks
-from kvtier.host_tier.worker import SPOILED, HostWorker
+from kvtier.host_tier.scheduler import HostTierScheduler
+from kvtier.host_tier.worker import SPOILED, HostTierWorker
 from kvtier.testing import Faults, SimulatedEngine
 
 
@@ -39,8 +39,8 @@ class Relayed(Outside):
         def plan():
             return HostPlan(self.groups, 6 * BLOCKS * ROW, host_memory, verify)
 
-        self.workers = [HostWorker(plan(), memory, deadline_s, make) for memory in self.memories]
-        self.tier = RelayedBooks(plan(), deadline_s * tick_s, workers)
+        self.workers = [HostTierWorker(plan(), memory, deadline_s, make) for memory in self.memories]
+        self.tier = HostTierScheduler(plan(), deadline_s * tick_s, workers)
         inside.relay_clock(self.tier, lambda: self.engines[0].now() * tick_s)
         self.free = [list(range(BLOCKS)) for _ in self.groups]
         self.lent, self.late = {}, set()
@@ -207,7 +207,7 @@ def a_worker(engine=SimulatedEngine, deadline_s=5.0, faults=SOUND):
         return made[-1]
 
     group = OutsideGroup("full", GROUPS["full"][0], 4, 8, (Fragment(0, 64, 64),))
-    return HostWorker(HostPlan([group], 512, "4KiB"), np.zeros(512, np.uint8), deadline_s, make), made[0]
+    return HostTierWorker(HostPlan([group], 512, "4KiB"), np.zeros(512, np.uint8), deadline_s, make), made[0]
 
 
 IDS = np.array([1], np.int32)

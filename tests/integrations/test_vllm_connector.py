@@ -13,7 +13,7 @@ from integrations.fake_vllm import FakeEngine, stems
 from integrations.fake_worker import Request
 from integrations.served_once import OTHER, TEXT, push_out, pushed_out, use
 from kvtier import StepError
-from kvtier.integrations.vllm.follow import Follow
+from kvtier.integrations.vllm.follow import TrackedRequest
 from kvtier.testing import Faults, SimulatedEngine
 
 UNKIND = Faults(fail=0.04, tear=0.03, corrupt=0.02, lose=0.02, max_delay_s=5.0)
@@ -324,7 +324,7 @@ def test_a_request_whose_tokens_change_is_followed_anew():
     """A streaming session's: vLLM takes tokens back, and hashes with them."""
     engine = FakeEngine(("full",), 30)
     request = Request("r", TEXT, 1)
-    follow = Follow(engine.books, request, 1)
+    follow = TrackedRequest(engine.books, request, 1)
     first = follow.text()
     assert follow.text() is first
     del request.block_hashes[6:]

@@ -12,8 +12,8 @@ from patience import FOREVER_S, be_patient_with_backends
 from kvtier import ConfigError, Fragment, FullAttention, HostTier, OutsideGroup
 from kvtier.host_tier.orders import Orders
 from kvtier.host_tier.plan import HostPlan
-from kvtier.host_tier.scheduler import RelayedBooks
-from kvtier.host_tier.worker import HostWorker
+from kvtier.host_tier.scheduler import HostTierScheduler
+from kvtier.host_tier.worker import HostTierWorker
 from kvtier.remote.backends.contract import Answer, Outcome
 from kvtier.remote.envelope import TRAILER_BYTES, read_trailer
 from kvtier.remote.names import object_name
@@ -83,7 +83,7 @@ def a_worker(store):
     """With a block of host memory, and a spill of it under way."""
     group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
     memory = np.zeros(512, np.uint8)
-    worker = HostWorker(HostPlan([group], 512, "4KiB", "off"), memory, copy_engine="threads")
+    worker = HostTierWorker(HostPlan([group], 512, "4KiB", "off"), memory, copy_engine="threads")
     worker.use_remote(store, b"s")
     of, block = np.zeros(1, np.int32), np.ones(1, np.int32)
     worker.begin(Orders(parcels=(Parcel(7, True, (("t", b"k" * 16),), of, block, of, 30.0, (b"n" * 16,)),)))
@@ -132,7 +132,7 @@ def test_a_parcel_that_cannot_even_begin_has_failed():
 def test_books_end_their_own_store():
     store = FakeBackend()
     group = OutsideGroup("full", FullAttention(), 4, 8, (Fragment(0, 64, 64),))
-    books = RelayedBooks(HostPlan([group], 512, "4KiB"))
+    books = HostTierScheduler(HostPlan([group], 512, "4KiB"))
     books.use_remote(store, **ID)
     books.close()
     assert store.is_closed

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvtier.integrations.vllm.identity import check_engine, model_id, weights_of
 
 if TYPE_CHECKING:
-    from kvtier.host_tier.scheduler import RelayedBooks
+    from kvtier.host_tier.scheduler import HostTierScheduler
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
     from kvtier.machine.stats import RemoteStats
@@ -35,11 +35,11 @@ FACTS_S = 5.0
 """For the workers' first reports; then steps go on without the remote."""
 
 
-class Behind:
+class RemoteSide:
     """``config`` and ``cache`` are vLLM's ``VllmConfig`` and ``KVCacheConfig``. Raises ``ConfigError``."""
 
     def __init__(
-        self, books: RelayedBooks, config: Any, cache: Any, geometry: Geometry, settings: Settings
+        self, books: HostTierScheduler, config: Any, cache: Any, geometry: Geometry, settings: Settings
     ) -> None:
         from kvtier.integrations.vllm.stats import COUNTERS
         from kvtier.remote.backends.uri import open_backend

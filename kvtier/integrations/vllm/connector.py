@@ -61,9 +61,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             )
             logger.info("kvtier: %s", geometry.describe(self._plan, workers))
             if self._settings.remote_uri is not None:
-                from kvtier.integrations.vllm.behind import Behind
+                from kvtier.integrations.vllm.behind import RemoteSide
 
-                behind = Behind(self._scheduler_side.books, vllm_config, kv_cache_config, geometry, self._settings)
+                behind = RemoteSide(self._scheduler_side.books, vllm_config, kv_cache_config, geometry, self._settings)
                 self._scheduler_side.use_remote(behind)
         self._config = vllm_config
 

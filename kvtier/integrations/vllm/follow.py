@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier.integrations.vllm.geometry import keys_of
 
 if TYPE_CHECKING:
-    from kvtier.host_tier.scheduler import RelayedBooks
+    from kvtier.host_tier.scheduler import HostTierScheduler
     from kvtier.host_tier.text import HostText
 
 Ids = npt.NDArray[np.int32]
@@ -46,10 +46,10 @@ class Table:
         return found
 
 
-class Follow:
+class TrackedRequest:
     """``books``: the host tier's; ``stride``: of vLLM's block hashes, every so many name a key."""
 
-    def __init__(self, books: RelayedBooks, request: Any, stride: int) -> None:
+    def __init__(self, books: HostTierScheduler, request: Any, stride: int) -> None:
         self.request = request
         """vLLM's ``Request``."""
         self.tables: list[Table] = []

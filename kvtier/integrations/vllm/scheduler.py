@@ -1,6 +1,6 @@
 """The scheduler's side: what the host tier has of a request, and what each step copies.
 
-Owns       the books of the host tier, and a ``Follow`` for each request that vLLM has asked about.
+Owns       the books of the host tier, and a ``TrackedRequest`` for each request that vLLM has asked about.
 Promises   no store holds a device block: a step that writes to its source is ordered after it. The blocks that a load
            writes to are held until the load has really ended, even if it was given up. The keys of a load that failed
            or is late are misses before the step's output has been dealt with.
@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from kvtier.integrations.vllm.behind import gauges_of
 from kvtier.integrations.vllm.events import BlockEvents
-from kvtier.integrations.vllm.follow import Follow, Int64s
+from kvtier.integrations.vllm.follow import Int64s, TrackedRequest
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
 from kvtier.machine.errors import StepError
 
 if TYPE_CHECKING:
     from kvtier.host_tier.plan import HostPlan
     from kvtier.host_tier.text import BlocksOf
-    from kvtier.integrations.vllm.behind import Behind
+    from kvtier.integrations.vllm.behind import RemoteSide
     from kvtier.integrations.vllm.geometry import Geometry
     from kvtier.integrations.vllm.settings import Settings
 
@@ -61,17 +61,17 @@ class SchedulerSide:
         with_events: bool = False,
         counts_nans: bool = False,
     ) -> None:
-        from kvtier.host_tier.scheduler import RelayedBooks
+        from kvtier.host_tier.scheduler import HostTierScheduler
 
-        self.books = RelayedBooks(plan, settings.deadline_s, workers)
+        self.books = HostTierScheduler(plan, settings.deadline_s, workers)
         self._geometry = geometry
         self._stores = settings.store == "eager"
         self._pool: Any = None
         self._zeroes_first = zeroes_first
         self._unit = min(group.block_tokens for group in geometry.groups)
-        self._followed: dict[str, Follow] = {}
+        self._followed: dict[str, TrackedRequest] = {}
         self._counts_nans = counts_nans
-        self._left: list[Follow] = []  # have ended in the last step: vLLM counts its NaNs only after that
+        self._left: list[TrackedRequest] = []  # have ended in the last step: vLLM counts its NaNs only after that
         self._loads: dict[int, str] = {}  # by ticket, its request: not sent to the workers yet
         self._held: dict[int, list[Any]] = {}  # by ticket, vLLM's blocks that a load writes to
         self._written: list[tuple[int, Sequence[int]]] = []  # (group, blocks) that the next step writes
@@ -80,7 +80,7 @@ class SchedulerSide:
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
         self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
-        self._behind: Behind | None = None
+        self._behind: RemoteSide | None = None
         self._clock = time.monotonic
         self._look_s = 0.0
         self._told = dict[str, int]()  # counters, as they were given out last
@@ -89,7 +89,7 @@ class SchedulerSide:
         """vLLM's ``BlockPool``."""
         self._pool = pool
 
-    def use_remote(self, behind: Behind) -> None:
+    def use_remote(self, behind: RemoteSide) -> None:
         """Puts a remote tier."""
         self._behind = behind
         self._waits["waits_for_remote"] = 0
@@ -136,16 +136,16 @@ class SchedulerSide:
         else:
             follow.drop_hit()
 
-    def follow(self, request_id: str) -> Follow:
+    def follow(self, request_id: str) -> TrackedRequest:
         """What is known of a request that has asked."""
         return self._followed[request_id]
 
-    def _follow(self, request: Any) -> Follow:
+    def _follow(self, request: Any) -> TrackedRequest:
         if request.request_id not in self._followed:
-            self._followed[request.request_id] = Follow(self.books, request, self._geometry.hashes_per_key)
+            self._followed[request.request_id] = TrackedRequest(self.books, request, self._geometry.hashes_per_key)
         return self._followed[request.request_id]
 
-    def _load(self, follow: Follow, num_tokens: int) -> None:
+    def _load(self, follow: TrackedRequest, num_tokens: int) -> None:
         text = follow.text()
         hit = text.held
         if hit is None or hit.num_tokens != num_tokens:
@@ -197,7 +197,7 @@ class SchedulerSide:
         self._tell(follow, self._there(follow, follow.end), follow.end, is_end=True)
         follow.leave_device()
 
-    def _there(self, follow: Follow, computed: int) -> BlocksOf:
+    def _there(self, follow: TrackedRequest, computed: int) -> BlocksOf:
         """Its blocks. vLLM has taken out what token ``computed`` does not see: other requests may have it."""
         gone = [group.attention.first_visible(computed) // group.block_tokens for group in self._geometry.groups]
 
@@ -208,7 +208,7 @@ class SchedulerSide:
 
         return blocks_of
 
-    def _grow(self, follow: Follow, blocks: Sequence[Sequence[int]]) -> None:
+    def _grow(self, follow: TrackedRequest, blocks: Sequence[Sequence[int]]) -> None:
         for g, (table, ids) in enumerate(zip(follow.tables, blocks, strict=True)):
             if ids:
                 table.append(ids)
@@ -228,7 +228,7 @@ class SchedulerSide:
             self._targets.clear()
             self.books.overwrite(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _advance(self, follow: Follow, before: int, end: int) -> None:
+    def _advance(self, follow: TrackedRequest, before: int, end: int) -> None:
         """The step computes its tokens from ``before`` to ``end``."""
         follow.end, prompt = end, follow.request.num_prompt_tokens
         is_prompt_end = follow.told < prompt <= end
@@ -238,7 +238,7 @@ class SchedulerSide:
             self._tell(follow, self._there(follow, before), end, is_prompt_end)
         follow.due = (follow.told // text_tokens + 1) * text_tokens if end >= max(prompt, follow.asked) else 0
 
-    def _tell(self, follow: Follow, blocks_of: BlocksOf, end: int, is_end: bool) -> None:
+    def _tell(self, follow: TrackedRequest, blocks_of: BlocksOf, end: int, is_end: bool) -> None:
         if self._stores and end > 0 and not follow.is_wrong:
             if self._events is not None:
                 self._events.name(follow.hashes_since(follow.told))

@@ -25,12 +25,12 @@ class WorkerSide:
     """Of one worker, from ``register_kv_caches`` on."""
 
     def __init__(self, plan: HostPlan, config: Any, caches: dict[str, Any], settings: Settings) -> None:
-        from kvtier.host_tier.worker import HostWorker
+        from kvtier.host_tier.worker import HostTierWorker
 
         memory: Any = device_memory(config, caches)
         if memory.device.type == "cpu":
             memory = memory.numpy()
-        self.worker = HostWorker(plan, memory, settings.deadline_s, settings.copy_engine)
+        self.worker = HostTierWorker(plan, memory, settings.deadline_s, settings.copy_engine)
         self._waiting: dict[int, str] = {}
         self._void: set[int] = set()
         self._report: WorkerReport | None = None

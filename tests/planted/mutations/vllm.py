@@ -56,7 +56,11 @@ MUTATIONS = (
         "I20",
         "vLLM's attention multiplies NaN by 0",
         "core/relayed_books integrations/vllm_connector",
-        ("HostWorker.poll", "self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)", "self._engine.poll()"),
+        (
+            "HostTierWorker.poll",
+            "self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)",
+            "self._engine.poll()",
+        ),
     ),
     mutation(
         "vllm_a_requests_last_logits_are_not_looked_at",
@@ -70,14 +74,14 @@ MUTATIONS = (
         "I14 S2",
         "K and V of weights that were under the same path before",
         "integrations/vllm_remote",
-        ("Follow.__init__", 'getattr(request, "lora_request", None) is None', "True"),
+        ("TrackedRequest.__init__", 'getattr(request, "lora_request", None) is None', "True"),
     ),
     mutation(
         "vllm_a_store_is_opened_after_a_reset",
         "I13",
         "new weights, and the store of the old ones",
         "integrations/vllm_remote",
-        ("Behind.take_facts", "self._is_off", "False"),
+        ("RemoteSide.take_facts", "self._is_off", "False"),
     ),
     mutation(
         "vllm_blocks_whose_heads_lie_outside_are_copied_as_they_are_not",
@@ -105,7 +109,7 @@ MUTATIONS = (
         "I13",
         "a late store brings other content under its keys",
         "core/relayed_books",
-        ("HostWorker.begin", "self._under_way[ticket].is_spoiled = True", "pass"),
+        ("HostTierWorker.begin", "self._under_way[ticket].is_spoiled = True", "pass"),
     ),
     mutation(
         "host_tier_the_measurement_loads_first",
