@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 
 from patience import PATIENCE_S
@@ -67,8 +68,10 @@ class Driver:
 
     def answer(self, ticket: int) -> Answer:
         """The end of a call; others that end meanwhile are kept."""
+        until = time.monotonic() + PATIENCE_S
         while ticket not in self._early:
-            assert self.store.wait(PATIENCE_S), f"no answer to call {ticket}"
+            assert time.monotonic() < until, f"no answer to call {ticket}"
+            self.store.wait(PATIENCE_S)  # it may end for news that the last poll has told already
             for answer in self.store.poll():
                 assert answer.ticket not in self._early
                 self._early[answer.ticket] = answer
