@@ -165,8 +165,7 @@ class Engine:
 
     def _resting(self, shares: Shares) -> Collection[str]:
         """The requests that sit the next step out."""
-        running = [name for name in self.scheduler.running_ids if name in self._live]
-        return shares.resting(running, lambda name: self._live[name].drawn)
+        return shares.resting([name for name in self.scheduler.running_ids if name in self._live])
 
     def _forward(
         self, step: Step

@@ -1,7 +1,7 @@
 """Who shares the engine's steps: a caller of many answers does not slow down callers of few.
 
 A step of 65 rows can take three times as long as a step of one. So each row that a caller adds slows all others down.
-If callers with fewer answers run beside it, the answers beyond that number rest in some steps:
+If callers with fewer answers run beside it, all of its answers rest in some steps:
 
     budget   in the mean, a step may take ``STRETCH`` times as long as one without these answers
     debt     what steps have taken beyond their budget; while there is any, the answers rest
@@ -10,14 +10,14 @@ Where rows cost next to nothing, as on a GPU with room, there is never a debt, a
 
 Owns       which requests are answers to which share, and the debt.
 Promises   beside callers of many answers, the others keep more than half of the rate that they have if all have as
-           few. No answer rests for ever: of each share, those that are furthest behind go on in every step.
+           few, alone. No answer rests for ever: they go on together as soon as the debt is paid.
 Does not   look at prompts: the scheduler shares out a step's tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 STRETCH = 1.5
 """Times as long as without the resting answers, that steps may take in the mean."""
@@ -73,18 +73,15 @@ class Shares:
         """Whether all shares have equally many requests: then none rests."""
         return len(self._by_size) <= 1
 
-    def resting(self, running: Sequence[str], drawn: Callable[[str], int]) -> Collection[str]:
-        """The requests that sit the next step out, of those that are running. ``drawn``: the tokens that one has."""
-        answers: dict[str, list[str]] = {}
-        for name in running:
-            answers.setdefault(self._of[name], []).append(name)
-        sizes = {self._sizes[share] for share in answers}
-        self._is_beside = len(sizes) > 1
+    def resting(self, running: Sequence[str]) -> Collection[str]:
+        """The requests that sit the next step out, of those that are running."""
+        sizes = {name: self._sizes[self._of[name]] for name in running}
+        least = min(sizes.values(), default=0)
+        self._is_beside = any(size > least for size in sizes.values())
         self._rested = self._is_beside and (self._debt_s > 0 or not self._alone or self._since_look >= LOOK_EVERY)
         if not self._rested:
             return ()
-        least = min(sizes)
-        return {name for names in answers.values() for name in sorted(names, key=drawn)[least:]}
+        return {name for name, size in sizes.items() if size > least}
 
     def note(self, took_s: float, has_prompts: bool) -> None:
         """The step has taken ``took_s`` seconds. ``has_prompts``: also for parts of prompts, nobody's debt."""

@@ -31,7 +31,7 @@ class Played:
 
     def step(self, *, prompts_s: float = 0.0) -> set[str]:
         running = list(self.drawn)
-        resting = () if self.shares.are_even else self.shares.resting(running, self.drawn.__getitem__)
+        resting = () if self.shares.are_even else self.shares.resting(running)
         rows = set(running) - set(resting)
         took_s = self.fixed_s + self.row_s * len(rows) + prompts_s
         self.shares.note(took_s, prompts_s > 0)
@@ -49,12 +49,12 @@ def test_who_asks_for_one_answer_keeps_its_rate(fixed_s: float, row_s: float, no
     engine = Played(fixed_s, row_s, one=1, many=noisy)
     for _ in range(4000):
         engine.step()
-    as_few = 1 / (fixed_s + 2 * row_s)
-    assert engine.rate("one0") >= 0.98 * as_few / STRETCH
+    alone = 1 / (fixed_s + row_s)
+    assert engine.rate("one0") >= 0.98 * alone / STRETCH
     counts = [engine.drawn[f"many{k}"] for k in range(noisy)]
-    assert max(counts) - min(counts) <= 1, "answers that rest are the next to go on"
-    if fixed_s + (noisy + 1) * row_s > STRETCH * (fixed_s + 2 * row_s):  # no more rest than that needs
-        assert engine.rate("one0") <= 1.15 * as_few / STRETCH
+    assert len({*counts}) == 1, "they go on together"
+    if fixed_s + (noisy + 1) * row_s > STRETCH * (fixed_s + row_s):  # no more rest than that needs
+        assert engine.rate("one0") <= 1.15 * alone / STRETCH
 
 
 def test_where_rows_cost_nothing_nobody_rests() -> None:
@@ -75,8 +75,8 @@ def test_several_callers_of_many_share_what_is_left() -> None:
     engine = Played(0.001, 0.001, one=1, many=64, more=64)
     for _ in range(4000):
         engine.step()
-    assert engine.rate("one0") >= 0.98 / (0.001 + 0.003) / STRETCH
-    assert 0.9 < engine.drawn["many0"] / engine.drawn["more0"] < 1.1
+    assert engine.rate("one0") >= 0.98 / (0.001 + 0.001) / STRETCH
+    assert engine.drawn["many0"] == engine.drawn["more0"] > 0
 
 
 def test_prompts_are_nobodys_debt() -> None:
@@ -100,7 +100,7 @@ def test_all_ends_with_the_requests() -> None:
     engine.step()
     for name in list(engine.drawn):
         engine.shares.drop(name)
-    assert engine.shares.are_even and not engine.shares.resting([], engine.drawn.__getitem__)
+    assert engine.shares.are_even and not engine.shares.resting([])
 
 
 def test_answers_rest_in_the_real_engine_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_answers_rest_in_the_real_engine_and_are_the_same(monkeypatch: pytest.Mo
     monkeypatch.setattr(shares, "STRETCH", 1e-9)
     real = Shares.resting
 
-    def noted(self: Shares, running: Any, drawn: Any) -> Any:
-        found = real(self, running, drawn)
+    def noted(self: Shares, running: Any) -> Any:
+        found = real(self, running)
         rested.append(len(found))
         return found
 

@@ -10,14 +10,14 @@ MUTATIONS = (
         "",
         "one client's 64 answers slow every other client down",
         "served/shares",
-        ("resting", "sorted(names, key=drawn)[least:]", "sorted(names, key=drawn)[len(names) :]"),
+        ("resting", "{name for name, size in sizes.items() if size > least}", "()"),
     ),
     mutation(
         "answers_that_rest_rest_for_ever",
         "",
-        "of 64 answers one comes, and the others when it has ended",
+        "64 answers to one request come when all others have ended",
         "served/shares",
-        ("resting", "sorted(names, key=drawn)", "sorted(names)"),
+        ("resting", "self._debt_s > 0", "True"),
     ),
     mutation(
         "server_takes_any_key_of_the_right_scheme",
