@@ -61,8 +61,6 @@ class Boundaries:
         remembered."""
         is_first = name not in self._wanted
         _remember(self._wanted, name, None)
-        if not is_first:
-            self._ends.pop(name, None)  # several want it: it is kept, and no evidence for ends of one
         return is_first
 
     def end(self, name: bytes, end: End) -> None:
