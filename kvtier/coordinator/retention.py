@@ -1,6 +1,6 @@
 """What stays warm: which content of a request's row is superseded, and goes to the cold end when it is released.
 
-Owns       nothing that lasts: ``Boundaries`` knows which ends pay.
+Owns       what each row has superseded, and the ``Boundaries``, which know which ends pay.
 Promises   no block that a kept end of the row needs is superseded.
 Does not   decide what is stored: ``StorePolicy`` does. It caches and evicts nothing: ``superseded`` of rows and of
            transfers carries its answer to the release of the blocks.

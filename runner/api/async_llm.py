@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvtier import CacheClosed, DuplicateRequest, InvalidRequest, Request, Violation
 from kvtier.machine.integers import shown
 from runner.api.turns import Turn
-from runner.engine.answers import Answers
+from runner.engine.answers import Answer, Answers
 from runner.engine.inputs import Given, Prompt
 from runner.engine.outputs import RequestOutput
 from runner.engine.service import Service
@@ -105,7 +105,7 @@ class AsyncLLM(Service):
             mail = LoopMail(self._courier())
             answers = self._admit(given, name, rows, mail, arrived_s, share)
         timing = None if self.metrics is None else Timing(self.metrics, answers, params)
-        kind, turn = params.output_kind, Turn()
+        turn = Turn()
         try:
             while not answers.is_done:
                 has_more = answers.has_more
@@ -120,11 +120,7 @@ class AsyncLLM(Service):
                         timing.on_tokens(fresh)
                     if answers.is_done and isinstance(answers.failure, (EngineDead, CacheClosed)):
                         raise answers.failure
-                    output = None
-                    if kind is RequestOutputKind.DELTA and fresh:
-                        output = answers.output(fresh, delta=True)
-                    elif answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
-                        output = answers.output(answers.answers, delta=False)
+                    output = _due(answers, fresh, params.output_kind)
                 if output is not None:
                     yield output
         finally:
@@ -242,3 +238,12 @@ def _is_long(prompt: Prompt, params: SamplingParams) -> bool:
         return True
     given = prompt.get("prompt", prompt.get("prompt_token_ids")) if isinstance(prompt, Mapping) else prompt
     return isinstance(given, (str, list, tuple)) and len(given) > LONG
+
+
+def _due(answers: Answers, fresh: list[Answer], kind: RequestOutputKind) -> RequestOutput | None:
+    """The output that is due, if ``fresh`` have something new; None if none is due yet."""
+    if kind is RequestOutputKind.DELTA and fresh:
+        return answers.output(fresh, delta=True)
+    if answers.is_done or (kind is RequestOutputKind.CUMULATIVE and fresh):
+        return answers.output(answers.answers, delta=False)
+    return None

@@ -9,8 +9,8 @@ If callers with fewer answers run beside it, all of its answers rest in some ste
 Where rows cost next to nothing, as on a GPU with room, there is never a debt, and nobody rests.
 
 Owns       which requests are answers to which share, and the debt.
-Promises   beside callers of many answers, the others keep more than half of the rate that they have if all have as
-           few, alone. No answer rests for ever: they go on together as soon as the debt is paid.
+Promises   beside callers of many answers, the others keep more than half of the rate that they have without these
+           callers. No answer rests for ever: all go on together once the debt is paid.
 Does not   look at prompts: the scheduler shares out a step's tokens.
 """
 
@@ -20,7 +20,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 STRETCH = 1.5
-"""Times as long as without the resting answers, that steps may take in the mean."""
+"""The mean step may take so many times as long as one without the answers that rest. Two would leave the others half of
+their rate in the engine; to write many answers out takes a part of that."""
 LOOK_EVERY = 64
 """Steps without debt, after which one tells anew how long it takes without these answers."""
 KEPT = 8

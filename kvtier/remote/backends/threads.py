@@ -101,7 +101,7 @@ class BackendThreads:
         self._is_closed = False
         self._why = CLOSED
         self._threads = [
-            threading.Thread(target=self._work, name=f"kvtier-store-{k}", daemon=True) for k in range(threads)
+            threading.Thread(target=self._work, name=f"kvtier-remote-{k}", daemon=True) for k in range(threads)
         ]
         for thread in self._threads:
             thread.start()
