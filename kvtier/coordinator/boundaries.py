@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
 
+from kvtier.geometry.spec import Attention, Kind
+
 T = TypeVar("T")
 
 MOST = 65_536
@@ -34,6 +36,18 @@ PAYS = 0.25
 costs the whole hit."""
 LEFT_PAYS = 0.1
 """Likewise an end that was left, which most conversations never come back to."""
+SLACK = 64
+"""Tokens before the end of a prompt that a hit may end at too. A template writes the last of them anew: the header of
+the next answer, its thinking. That is some ten tokens, forty at most."""
+
+
+def needed_from(attention: Attention, end: int) -> int:
+    """The first token that hits at the prompt's ``end`` need, and hits up to SLACK tokens before it.
+
+    A chunk has its own tokens for all of them. The chunk before it would cost far more than it brings.
+    """
+    first = attention.first_visible(end)
+    return max(0, first - SLACK) if attention.kind is Kind.WINDOW else first
 
 
 class End(IntEnum):

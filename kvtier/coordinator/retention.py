@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import Boundaries, End
+from kvtier.coordinator.boundaries import Boundaries, End, needed_from
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -91,6 +91,18 @@ class Retention:
             seq.branches.discard(boundary)
         return sealed
 
+    def seal_slack(self, seq: Tracked, end: int, known: int) -> None:
+        """Tokens up to ``end`` of ``known`` are computed: names what hits shortly before the prompt's end need, before
+        the windows let go of it."""
+        if not self.boundaries.pays(End.PROMPT):
+            return
+        last = min(self.last_boundaries(known))
+        lo = self._tables.arrays.lo[:, seq.row]
+        for g, group in enumerate(self._spec.groups):
+            if self._is_local[g]:
+                first = needed_from(group.attention, last) // group.block_tokens
+                self._tables.seal(seq.row, g, max(first, int(lo[g])), end // group.block_tokens, seq.keys)
+
     def seal_prompt(self, seq: Tracked, end: int) -> None:
         """All ``end`` known tokens are computed, and the request decodes from here on: names the blocks of hits at
         their end.
@@ -127,8 +139,8 @@ class Retention:
         return boundaries
 
     def _needed_from(self, boundary: int) -> int:
-        """The first token that a hit at ``boundary`` needs in every local group."""
-        return min(g.attention.first_visible(boundary) for g in self._spec.groups if g.attention.kind is not Kind.FULL)
+        """The first token that hits at ``boundary``, or shortly before it, need in a local group."""
+        return min(needed_from(g.attention, boundary) for g in self._spec.groups if g.attention.kind is not Kind.FULL)
 
     def cool_in_host(self, seq: Tracked) -> None:
         """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""
