@@ -7,6 +7,8 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
     PROMPT   the end of a prompt
     ANSWER   the end of a text
     LEFT     an end that one request has found and gone on from
+    SHORT    shortly before the end of a prompt
+    STEM     no end, but found before: prompts part there
 
 A hit credits its end's class, and so does what the full-attention groups alone have found: such an end would have been
 a hit, had its windows been kept. Credits fade with each request.
@@ -31,11 +33,9 @@ MOST = 65_536
 """Boundaries that are remembered, of those that were wanted and of ends."""
 FADES = 0.98
 """The weight of the past after each request: some fifty requests count."""
-PAYS = 0.25
-"""An end is kept if it has this share of the other's credits: keeping it in vain costs memory, not keeping it in vain
-costs the whole hit."""
-LEFT_PAYS = 0.1
-"""Likewise an end that was left, which most conversations never come back to."""
+PAYS = 0.05
+"""Ends are kept if their class has this share of all credits: keeping them in vain costs memory, not keeping them in
+vain costs the whole hit."""
 SLACK = 64
 """Tokens before the end of a prompt that a hit may end at too. A template writes the last of them anew: the header of
 the next answer, its thinking. That is some ten tokens, forty at most."""
@@ -56,6 +56,8 @@ class End(IntEnum):
     PROMPT = 0
     ANSWER = 1
     LEFT = 2
+    SHORT = 3
+    STEM = 4
 
 
 class Boundaries:
@@ -64,7 +66,8 @@ class Boundaries:
     def __init__(self) -> None:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._ends: OrderedDict[bytes, End] = OrderedDict()
-        self._credits = [1.0, 1.0, 0.0]
+        self._left: OrderedDict[bytes, None] = OrderedDict()
+        self._credits = [1.0, 1.0, 0.0, 1.0, 0.0]
 
     def is_wanted(self, name: bytes) -> bool:
         """Whether a request has wanted this boundary, as far as is remembered."""
@@ -79,31 +82,29 @@ class Boundaries:
 
     def end(self, name: bytes, end: End) -> None:
         """A text, or its prompt, has this end, whether or not its blocks are kept."""
-        if name not in self._wanted:
+        if name not in self._wanted and (end is not End.SHORT or name not in self._ends):
             _remember(self._ends, name, end)
 
     def leave(self, name: bytes) -> None:
         """The request that has found this end goes on from it."""
         if name in self._ends:
-            self._ends[name] = End.LEFT
+            _remember(self._left, name, None)
 
     def learn(self, found: Iterable[bytes]) -> None:
         """A request begins. ``found``: the boundaries that it has hit, and would have hit, the longest first."""
         self._credits = [FADES * credit for credit in self._credits]
-        end = next((self._ends[name] for name in found if name in self._ends), None)
-        if end is not None:
-            self._credits[end] += 1
+        for name in found:
+            end = self._ends.get(name, End.STEM if name in self._wanted else None)
+            if end is not None:
+                self._credits[end] += 1
+                self._credits[End.LEFT] += name in self._left
+                return
 
     def pays(self, end: End) -> bool:
         """Whether ends of this class are worth their memory."""
-        prompts, answers, left = self._credits
-        match end:
-            case End.PROMPT:
-                return prompts >= PAYS * answers
-            case End.ANSWER:
-                return answers >= PAYS * prompts
-            case End.LEFT:
-                return left > LEFT_PAYS * (prompts + answers)
+        prompts, answers, left, short, stems = self._credits
+        mine = {End.PROMPT: prompts + short, End.ANSWER: answers, End.LEFT: left, End.SHORT: short, End.STEM: stems}
+        return end is End.STEM or mine[end] > PAYS * (prompts + answers + short + stems)
 
 
 def _remember(names: OrderedDict[bytes, T], name: bytes, value: T) -> None:

@@ -253,14 +253,14 @@ class Coordinator:
         if self._stores_full:
             self._stores.plan(*sealed)
 
-    def leave(self, seq: Tracked) -> None:
+    def leave(self, seq: Tracked, comes_back: bool) -> None:
         """The request gives up its row: its tokens are kept, its content stays findable, its blocks become free."""
         t, row = self.tables.arrays, seq.row
         generated = t.generated[row, : t.num_generated[row]]
         if len(generated):
             seq.text.append(generated)
         if seq.state is State.RUNNING and t.publish[row]:
-            self.retention.seal_end(seq)
+            self.retention.seal_end(seq, comes_back)
             self.plan_stores()
             self.retention.cool_in_host(seq)
             self._offer(seq, self.retention.last_boundaries(int(t.computed[row])))

@@ -333,7 +333,7 @@ class CacheManager:
 
     def _back(self, seq: Tracked, reason: str) -> None:
         self._journal.tell(seq.request.request_id, SentBack, reason or "stopped")
-        self._running.leave(seq)
+        self._running.leave(seq, comes_back=True)
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._running.roster.enqueue(seq)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import Boundaries, End, needed_from
+from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -94,7 +94,7 @@ class Retention:
     def seal_slack(self, seq: Tracked, end: int, known: int) -> None:
         """Tokens up to ``end`` of ``known`` are computed: names what hits shortly before the prompt's end need, before
         the windows let go of it."""
-        if not self.boundaries.pays(End.PROMPT):
+        if not (self.boundaries.pays(End.PROMPT) and self.boundaries.pays(End.SHORT)):
             return
         last = min(self.last_boundaries(known))
         lo = self._tables.arrays.lo[:, seq.row]
@@ -114,6 +114,9 @@ class Retention:
         if not self._is_local.any():
             return
         ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
+        unit = self._spec.hit_tokens
+        for b in range(max(unit, ends[0] - SLACK), ends[0], unit) if ends else ():
+            self.boundaries.end(self._key(seq, b), End.SHORT)
         if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
             superseded[seq.row] = ends[-1]
         elif ends and self.boundaries.pays(End.PROMPT):
@@ -121,14 +124,22 @@ class Retention:
         elif ends:
             superseded[seq.row, 1] = ends[-1]
 
-    def seal_end(self, seq: Tracked) -> None:
-        """The request is about to leave its row: names the blocks that hits at the end of its text need, if answers'
-        ends pay."""
-        end = int(self._tables.arrays.computed[seq.row])
+    def seal_end(self, seq: Tracked, comes_back: bool) -> None:
+        """The request is about to leave its row: names the blocks that hits at the end of its text need.
+
+        They stay warm if it comes back, or if such ends pay.
+        """
+        end, pays = int(self._tables.arrays.computed[seq.row]), self.boundaries.pays
         is_answer = end > len(seq.request.tokens)
-        if not is_answer or self.boundaries.pays(End.ANSWER):
+        stays = comes_back or pays(End.ANSWER) or (pays(End.PROMPT) and not is_answer)
+        if stays or not is_answer:
             self._seal_anchors(seq, end)
-        if is_answer and self._is_local.any():
+        if not self._is_local.any():
+            return
+        if stays:
+            stop = self._tables.arrays.superseded[:, 1]
+            stop[seq.row] = min(stop[seq.row], self._needed_from(min(self.last_boundaries(end))))
+        if is_answer and not comes_back:
             self._note_ends(seq, end, End.ANSWER)
 
     def _note_ends(self, seq: Tracked, num_tokens: int, end: End) -> list[int]:
@@ -147,10 +158,9 @@ class Retention:
         start, stop = self._tables.arrays.superseded[seq.row].tolist()
         if not self._mode.when_full or start >= stop:
             return
-        last = min(self.last_boundaries(int(self._tables.arrays.computed[seq.row])))
         for g, group in enumerate(self._spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible
-            first, end = max(start, see(stop)) // bt, min(stop, see(last)) // bt
+            first, end = max(start, see(stop)) // bt, stop // bt
             if self._is_local[g] and end > first:
                 units = bt // self._spec.hash_tokens
                 keys = np.ascontiguousarray(seq.keys[(first + 1) * units - 1 : end * units : units])

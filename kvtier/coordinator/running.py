@@ -165,8 +165,8 @@ class Running:
         """The requests of the last step made."""
         return [self.roster.of_row(row) for row in self.entries.due.rows]
 
-    def leave(self, seq: Tracked) -> None:
+    def leave(self, seq: Tracked, comes_back: bool = False) -> None:
         """It gives up its row and its blocks; their content stays findable."""
         row = seq.row
-        self._coordinator.leave(seq)
+        self._coordinator.leave(seq, comes_back)
         self.roster.leave(seq, row)

@@ -326,7 +326,7 @@ class Scheduler:
         self._counts.send_back(cause)
         if self._journal.is_on:
             self._journal.add(seq.request.request_id, cause)
-        self._running.leave(seq)
+        self._running.leave(seq, comes_back=True)
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._roster.enqueue(seq)

@@ -35,6 +35,7 @@ from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, tak
 from kvtier.pools.pool_state import Col, PoolArrays
 
 _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
+_KIND, _FULL = int(Geo.KIND), int(Kind.FULL)
 _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)
 _U = np.uint64
 
@@ -101,15 +102,21 @@ def release_before(p: Any, t: Any, r: Any, position: Any) -> Any:
 @jit
 def release_row(
     meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
-    geometry: Any, table: Any, span: Any, state: Any, r: Any,
+    geometry: Any, table: Any, span: Any, state: Any, superseded: Any, r: Any,
 ) -> None:
-    """Releases everything, the end first so that it is evicted first, and clears the row."""
+    """Releases everything, the end first so that it is evicted first, and clears the row.
+
+    Windows' and chunks' content in ``superseded`` is given up before all other.
+    """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for g in range(len(geometry)):
-        at, first = row_at(geometry, g, r), np.int64(span[r, g, 0])
+        at, first, bt = row_at(geometry, g, r), np.int64(span[r, g, 0]), geometry[g, _BT]
+        cold, stop = superseded[r, 0] // bt, superseded[r, 1] // bt
+        if geometry[g, _KIND] == _FULL:
+            stop = cold
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
-            release(p, g, np.int64(table[_U(at + j)]), False)
+            release(p, g, np.int64(table[_U(at + j)]), cold <= j < stop)
             table[_U(at + j)] = 0
         span[r, g, 0] = 0
         span[r, g, 1] = 0
@@ -236,7 +243,7 @@ class BlockTables:
     def clear(self, r: int) -> None:
         """Releases all of row r and frees it."""
         t = self.arrays
-        release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, r)
+        release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, t.superseded, r)
 
     def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> None:
         """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``."""
