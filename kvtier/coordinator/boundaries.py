@@ -5,10 +5,11 @@ client writes it: a template that keeps answers as they were finds the answer's 
 ends its prompts otherwise than its history, finds the prompt's. So it is learned:
 
     PROMPT   the end of a prompt
+    SHORT    shortly before the end of a prompt
     ANSWER   the end of a text
     LEFT     an end that one request has found and gone on from
-    SHORT    shortly before the end of a prompt
-    STEM     no end, but found before: prompts part there
+    STEM     where a caller says that prompts part, or where they have parted
+    PASSED   anywhere else: windows came by, and let go of what a hit there needs
 
 A hit credits its end's class, and so does what the full-attention groups alone have found: such an end would have been
 a hit, had its windows been kept. Credits fade with each request.
@@ -58,6 +59,7 @@ class End(IntEnum):
     LEFT = 2
     SHORT = 3
     STEM = 4
+    PASSED = 5
 
 
 class Boundaries:
@@ -67,7 +69,7 @@ class Boundaries:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._left: OrderedDict[bytes, None] = OrderedDict()
-        self._credits = [1.0, 1.0, 0.0, 1.0, 0.0]
+        self._credits = [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
 
     def is_wanted(self, name: bytes) -> bool:
         """Whether a request has wanted this boundary, as far as is remembered."""
@@ -85,26 +87,38 @@ class Boundaries:
         if name not in self._wanted and (end is not End.SHORT or name not in self._ends):
             _remember(self._ends, name, end)
 
-    def leave(self, name: bytes) -> None:
-        """The request that has found this end goes on from it."""
-        if name in self._ends:
+    def leave(self, name: bytes) -> bool:
+        """The request that has found this boundary goes on from it. Returns whether it is an end."""
+        is_end = name in self._ends
+        if is_end:
             _remember(self._left, name, None)
+        return is_end
 
-    def learn(self, found: Iterable[bytes]) -> None:
-        """A request begins. ``found``: the boundaries that it has hit, and would have hit, the longest first."""
-        self._credits = [FADES * credit for credit in self._credits]
-        for name in found:
+    def learn(self, found: Iterable[tuple[bytes, int]]) -> None:
+        """A request begins. ``found``: boundaries that it has hit, and would have hit, with their tokens, the longest
+        first."""
+        credits = self._credits = [FADES * credit for credit in self._credits]
+        unknown = share = 0
+        for name, tokens in found:
             end = self._ends.get(name, End.STEM if name in self._wanted else None)
+            share = max(share, tokens)
             if end is not None:
-                self._credits[end] += 1
-                self._credits[End.LEFT] += name in self._left
-                return
+                credits[end] += 1
+                credits[End.LEFT] += name in self._left
+                unknown = share - tokens
+                break
+            unknown = share
+        if unknown:
+            credits[End.PASSED] += unknown / share
 
     def pays(self, end: End) -> bool:
         """Whether ends of this class are worth their memory."""
-        prompts, answers, left, short, stems = self._credits
-        mine = {End.PROMPT: prompts + short, End.ANSWER: answers, End.LEFT: left, End.SHORT: short, End.STEM: stems}
-        return end is End.STEM or mine[end] > PAYS * (prompts + answers + short + stems)
+        credits = list(self._credits)
+        left, credits[End.LEFT] = credits[End.LEFT], 0.0  # they are ends of another class too
+        sum_of_all = sum(credits)
+        credits[End.LEFT] = left
+        credits[End.PROMPT] += credits[End.SHORT]  # which takes the end's windows too
+        return credits[end] > PAYS * sum_of_all
 
 
 def _remember(names: OrderedDict[bytes, T], name: bytes, value: T) -> None:

@@ -231,7 +231,7 @@ class Coordinator:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
             if seq.branches:
                 self._offer(seq, self.retention.seal_branches(seq, computed, end))
-            self.retention.seal_slack(seq, end, known)
+            self.retention.seal_passing(seq, end, known)
             if end == known:
                 self.retention.seal_prompt(seq, end)
                 self._offer(seq, self.retention.last_boundaries(end))

@@ -39,6 +39,7 @@ class Retention:
         self._mode = mode
         self.boundaries = Boundaries()
         """Where prompts were found again."""
+        self._passes = not mode.before_eviction  # else what is passed would be stored
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
@@ -52,15 +53,18 @@ class Retention:
         this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.
         """
         n, known, goes_on = match.num_tokens, self.boundaries, False
+        stop = n
         if self._is_local.any():
-            found = [self._key(seq, b) for b in dict.fromkeys((match.full_tokens, n)) if b]
+            found = [(self._key(seq, b), b) for b in dict.fromkeys((match.full_tokens, n)) if b]
             known.learn(found)
+            last = min(self.last_boundaries(len(seq.tokens)))
             if n:
-                goes_on = known.want(found[-1]) and n < min(self.last_boundaries(len(seq.tokens)))
-            if goes_on:
-                known.leave(found[-1])
+                name, _ = found[-1]
+                goes_on = known.want(name) and n < last and known.leave(name)
+            if self._passes and known.pays(End.PASSED):
+                stop = max(n, self._needed_from(last))
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
-        self._tables.arrays.superseded[seq.row] = 0 if seq.went_on_from else n, n
+        self._tables.arrays.superseded[seq.row] = 0 if seq.went_on_from else n, stop
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of the request's hit are superseded, bool [n]. Block n is logical block ``at`` [n] of its group.
@@ -91,17 +95,24 @@ class Retention:
             seq.branches.discard(boundary)
         return sealed
 
-    def seal_slack(self, seq: Tracked, end: int, known: int) -> None:
-        """Tokens up to ``end`` of ``known`` are computed: names what hits shortly before the prompt's end need, before
-        the windows let go of it."""
-        if not (self.boundaries.pays(End.PROMPT) and self.boundaries.pays(End.SHORT)):
-            return
+    def seal_passing(self, seq: Tracked, end: int, known: int) -> None:
+        """Tokens up to ``end`` of ``known`` are computed: names what windows let go of and hits may need.
+
+        Shortly before the prompt's end that is all. Before that, it is superseded content.
+        """
+        lo, (start, stop) = self._tables.arrays.lo[:, seq.row], self._tables.arrays.superseded[seq.row].tolist()
+        anchor = (end - 1) // self._spec.hit_tokens * self._spec.hit_tokens
+        keeps_slack = self.boundaries.pays(End.PROMPT) and self.boundaries.pays(End.SHORT)
         last = min(self.last_boundaries(known))
-        lo = self._tables.arrays.lo[:, seq.row]
         for g, group in enumerate(self._spec.groups):
             if self._is_local[g]:
-                first = needed_from(group.attention, last) // group.block_tokens
-                self._tables.seal(seq.row, g, max(first, int(lo[g])), end // group.block_tokens, seq.keys)
+                bt, see = group.block_tokens, group.attention.first_visible
+                if stop > start:
+                    passed = min(stop, see(anchor)) // bt
+                    self._tables.seal(seq.row, g, max(int(lo[g]), start // bt), passed, seq.keys, is_told=False)
+                if keeps_slack:
+                    first = max(int(lo[g]), needed_from(group.attention, last) // bt)
+                    self._tables.seal(seq.row, g, first, end // bt, seq.keys)
 
     def seal_prompt(self, seq: Tracked, end: int) -> None:
         """All ``end`` known tokens are computed, and the request decodes from here on: names the blocks of hits at

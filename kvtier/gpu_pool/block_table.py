@@ -245,14 +245,18 @@ class BlockTables:
         t = self.arrays
         release_row(*self.pools.arrays, t.geometry, t.table, t.span, t.state, t.superseded, r)
 
-    def seal(self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64]) -> None:
-        """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``."""
+    def seal(
+        self, r: int, g: int, first: int, end: int, keys: npt.NDArray[np.uint64], is_told: bool = True
+    ) -> None:
+        """Names logical blocks [first, end) of row r in group g; newly findable blocks go to ``sealed``, if it
+        ``is_told``."""
         if end > first:
             sealed = self.sealed
             if sealed.count + end - first > sealed.room:
                 sealed.reserve(end - first)
             arrays = *self.pools.arrays, *self.arrays
-            sealed.count = seal_range(*arrays, r, g, first, end, keys, sealed.count, *sealed.arrays)
+            count = seal_range(*arrays, r, g, first, end, keys, sealed.count, *sealed.arrays)
+            sealed.count = count if is_told else sealed.count
 
     def seal_anchors(self, r: int, boundaries: Iterable[int], keys: npt.NDArray[np.uint64]) -> None:
         """Names, in the window and chunk groups, the blocks that hits of these numbers of tokens need.
