@@ -69,7 +69,7 @@ class Boundaries:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._left: OrderedDict[bytes, None] = OrderedDict()
-        self._credits = [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+        self._credits = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 
     def is_wanted(self, name: bytes) -> bool:
         """Whether a request has wanted this boundary, as far as is remembered."""

@@ -108,8 +108,9 @@ class Retention:
             if self._is_local[g]:
                 bt, see = group.block_tokens, group.attention.first_visible
                 if stop > start:
-                    passed = min(stop, see(anchor)) // bt
-                    self._tables.seal(seq.row, g, max(int(lo[g]), start // bt), passed, seq.keys, is_told=False)
+                    first, passed = max(int(lo[g]), start // bt), min(stop, see(anchor)) // bt
+                    if self._pools.num_spare(g) >= passed - first:
+                        self._tables.seal(seq.row, g, first, passed, seq.keys, is_told=False)
                 if keeps_slack:
                     first = max(int(lo[g]), needed_from(group.attention, last) // bt)
                     self._tables.seal(seq.row, g, first, end // bt, seq.keys)
