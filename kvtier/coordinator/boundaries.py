@@ -11,7 +11,7 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
 A hit credits its end's class, and so does what the full-attention groups alone have found: such an end would have been
 a hit, had its windows been kept. Credits fade with each request.
 
-Owns       names of boundaries, and the credits of the classes.
+Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
 Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's door) ask it what to keep.
 """
@@ -22,6 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
+
+from kvtier.machine.stats import EndStats
 
 T = TypeVar("T")
 
@@ -51,6 +53,7 @@ class Boundaries:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._credits = [1.0, 1.0, 0.0]
+        self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
     def is_wanted(self, name: bytes) -> bool:
         """Whether a request has wanted this boundary, as far as is remembered."""
@@ -79,6 +82,16 @@ class Boundaries:
         end = next((self._ends[name] for name in found if name in self._ends), None)
         if end is not None:
             self._credits[end] += 1
+
+    def count(self, hit: bytes | None, missed: bytes | None) -> None:
+        """A request begins. Its hit ends at ``hit``; full attention alone has found ``missed``, which is longer."""
+        for counts, name in (self._hits, hit), (self._missed, missed):
+            if name is not None and name in self._ends:
+                counts[self._ends[name]] += 1
+
+    def stats(self) -> dict[str, EndStats]:
+        """Of each class; from any thread."""
+        return {end.name.lower(): EndStats(self._hits[end], self._missed[end], self.pays(end)) for end in End}
 
     def pays(self, end: End) -> bool:
         """Whether ends of this class are worth their memory."""

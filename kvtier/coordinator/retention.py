@@ -54,6 +54,8 @@ class Retention:
         n, known, goes_on = match.num_tokens, self.boundaries, False
         if self._is_local.any():
             found = [self._key(seq, b) for b in dict.fromkeys((match.full_tokens, n)) if b]
+            if not seq.preemptions:  # or it would find what it has left itself
+                known.count(found[-1] if n else None, found[0] if match.full_tokens > n else None)
             known.learn(found)
             if n:
                 goes_on = known.want(found[-1]) and n < min(self.last_boundaries(len(seq.tokens)))
