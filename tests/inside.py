@@ -136,6 +136,11 @@ def boundaries(of: Whole) -> Boundaries:
     return coordinator(of).retention.boundaries
 
 
+def num_marks(of: Whole) -> int:
+    """Marks that texts have left for explanations."""
+    return len(coordinator(of)._trail._marks)
+
+
 def _learn_nothing(found: object) -> None:
     pass
 

@@ -14,7 +14,7 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
 A hit credits its end's class, and so does what the full-attention groups alone have found: such an end would have been
 a hit, had its windows been kept. Credits fade with each request.
 
-Owns       names of boundaries, and the credits of the classes.
+Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
 Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's door) ask it what to keep.
 """
@@ -22,13 +22,15 @@ Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's d
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
 
 from kvtier.geometry.spec import Attention, Kind
+from kvtier.machine.stats import EndStats
 
 T = TypeVar("T")
+Found = tuple[bytes, int]
+"""The name of a boundary, and its tokens."""
 
 MOST = 65_536
 """Boundaries that are remembered, of those that were wanted and of ends."""
@@ -70,6 +72,7 @@ class Boundaries:
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._credits = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+        self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
     def is_wanted(self, name: bytes) -> bool:
         """Whether a request has wanted this boundary, as far as is remembered."""
@@ -94,22 +97,32 @@ class Boundaries:
             _remember(self._left, name, None)
         return is_end
 
-    def learn(self, found: Iterable[tuple[bytes, int]]) -> None:
-        """A request begins. ``found``: boundaries that it has hit, and would have hit, with their tokens, the longest
-        first."""
+    def learn(self, hit: Found | None, missed: Found | None = None) -> None:
+        """A request begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``, which is
+        longer."""
         credits = self._credits = [FADES * credit for credit in self._credits]
-        unknown = share = 0
-        for name, tokens in found:
-            end = self._ends.get(name, End.STEM if name in self._wanted else None)
-            share = max(share, tokens)
+        ends = [self._class_of(found) for found in (missed, hit)]
+        for counts, end in zip((self._missed, self._hits), ends, strict=True):
             if end is not None:
-                credits[end] += 1
-                credits[End.LEFT] += name in self._left
-                unknown = share - tokens
-                break
-            unknown = share
-        if unknown:
-            credits[End.PASSED] += unknown / share
+                counts[end] += 1
+        best = next((k for k in range(2) if ends[k] is not None), None)
+        found, end = (None, None) if best is None else ((missed, hit)[best], ends[best])
+        if found is not None and end is not None:
+            credits[end] += 1
+            credits[End.LEFT] += found[0] in self._left
+        longest = missed or hit
+        if longest is not None and longest is not found:
+            credits[End.PASSED] += 1 - (0 if found is None else found[1]) / longest[1]
+
+    def _class_of(self, found: Found | None) -> End | None:
+        """None: no end that is remembered."""
+        if found is None:
+            return None
+        return self._ends.get(found[0], End.STEM if found[0] in self._wanted else None)
+
+    def stats(self) -> dict[str, EndStats]:
+        """Of each class; from any thread."""
+        return {end.name.lower(): EndStats(self._hits[end], self._missed[end], self.pays(end)) for end in End}
 
     def pays(self, end: End) -> bool:
         """Whether ends of this class are worth their memory."""

@@ -22,6 +22,7 @@ from kvtier.coordinator.retention import Retention
 from kvtier.coordinator.room import NO_LIMIT, Room
 from kvtier.coordinator.sources import Loads, Sources, split
 from kvtier.coordinator.tracked import State, Tracked
+from kvtier.coordinator.trail import Mark, Trail
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.keys import KeyChain
@@ -68,6 +69,7 @@ class Coordinator:
         self.door: RemoteDoor[Tracked] = RemoteDoor(connector, pools, self.match)
         """To the tier behind the host tier."""
         self._sources = Sources(spec)
+        self._trail = Trail(spec)
         self.tables = BlockTables(spec, pools, 1)
         self.evictions = EvictionWatch(journal, self.tables, host)
         mode = STORE_MODES[store if host is not None else "off"]
@@ -203,7 +205,14 @@ class Coordinator:
 
     def _note_admitted(self, seq: Tracked, match: Match, loads: Loads) -> None:
         if self.journal.is_on:
-            self.journal.add(seq.request.request_id, self._sources.admitted(seq, match, loads))
+            gaps = self._trail.gaps(seq.keys, len(seq.tokens), match)
+            self.journal.add(seq.request.request_id, self._sources.admitted(seq, match, loads, gaps))
+
+    def _mark(self, seq: Tracked, boundaries: Iterable[int], end: str, is_kept: bool) -> None:
+        """For explanations: the request's tokens up to these boundaries are there now."""
+        if self.journal.is_on:
+            for boundary in boundaries:
+                self._trail.mark(seq.keys, boundary, Mark(self.journal.count, end, is_kept))
 
     def start_running(self, seq: Tracked) -> None:
         """All content of the request's hit is on the device."""
@@ -230,10 +239,13 @@ class Coordinator:
             for g, bt in self._full:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
             if seq.branches:
-                self._offer(seq, self.retention.seal_branches(seq, computed, end))
+                parted = self.retention.seal_branches(seq, computed, end)
+                self._mark(seq, parted, "parting", True)
+                self._offer(seq, parted)
             self.retention.seal_passing(seq, end, known)
             if end == known:
                 self.retention.seal_prompt(seq, end)
+                self._mark(seq, self.retention.last_boundaries(end), "prompt", seq.anchored_at == end)
                 self._offer(seq, self.retention.last_boundaries(end))
         if end == known:
             self.journal.tell(seq.request.request_id, Prefilled, end)
@@ -263,7 +275,10 @@ class Coordinator:
             self.retention.seal_end(seq, comes_back)
             self.plan_stores()
             self.retention.cool_in_host(seq)
-            self._offer(seq, self.retention.last_boundaries(int(t.computed[row])))
+            end = int(t.computed[row])
+            kind = "answer" if end > len(seq.request.tokens) else "prompt"
+            self._mark(seq, self.retention.last_boundaries(end), kind, seq.anchored_at == end)
+            self._offer(seq, self.retention.last_boundaries(end))
             if seq.went_on_from:
                 self.door.supersede(seq.keys, seq.went_on_from, self.retention.boundaries.is_wanted)
         self.tables.clear(row)
@@ -284,4 +299,5 @@ class Coordinator:
         more."""
         self.connector.reset()
         self.door.reset()
+        self._trail.clear()
         self.tables.arrays.publish[:] = 0

@@ -55,12 +55,13 @@ class Retention:
         n, known, goes_on = match.num_tokens, self.boundaries, False
         stop = n
         if self._is_local.any():
-            found = [(self._key(seq, b), b) for b in dict.fromkeys((match.full_tokens, n)) if b]
-            known.learn(found)
+            hit = (self._key(seq, n), n) if n else None
+            full = match.full_tokens
+            if not seq.preemptions:  # else it finds what it has left itself
+                known.learn(hit, (self._key(seq, full), full) if full > n else None)
             last = min(self.last_boundaries(len(seq.tokens)))
-            if n:
-                name, _ = found[-1]
-                goes_on = known.want(name) and n < last and known.leave(name)
+            if hit is not None:
+                goes_on = known.want(hit[0]) and n < last and known.leave(hit[0])
             if self._passes and known.pays(End.PASSED):
                 stop = max(n, self._needed_from(last))
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
@@ -74,7 +75,10 @@ class Retention:
         start, stop = self._tables.arrays.superseded[seq.row]
         last = min(self.last_boundaries(len(seq.tokens)))
         gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self._spec.groups])
-        superseded: npt.NDArray[np.bool_] = self._is_local[groups] & (at < gone[groups]) & (start < stop)
+        first = at * self._block_tokens[groups]
+        superseded: npt.NDArray[np.bool_] = (
+            self._is_local[groups] & (at < gone[groups]) & (start <= first) & (first < stop)
+        )
         return superseded
 
     def keep_in_host(self, seq: Tracked, groups: Ids, blocks: Ids, at: npt.NDArray[np.int64]) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.tracked import Tracked
 from kvtier.geometry.spec import CacheSpec
-from kvtier.machine.journal import Admitted
+from kvtier.machine.journal import Admitted, Gap
 from kvtier.pools.block_pool import Ids
 
 TIERS = ("device", "host", "remote")
@@ -56,7 +56,7 @@ class Sources:
         store = int(self._loaded_units(match, fetched).sum()) * unit if len(fetched.at) else 0
         return match.num_tokens - loaded, loaded - store, store
 
-    def admitted(self, seq: Tracked, match: Match, loads: Loads) -> Admitted:
+    def admitted(self, seq: Tracked, match: Match, loads: Loads, gaps: tuple[Gap, ...]) -> Admitted:
         """What is told of a request that was admitted with this hit."""
         unit, fetched = self._spec.hash_tokens, self._fetched(seq, loads)
         by_unit = self._loaded_units(match, loads).astype(np.int8) + self._loaded_units(match, fetched)
@@ -77,6 +77,7 @@ class Sources:
             host=absent,
             load_bytes=int((to_load * self._block_bytes).sum()),
             ticket=seq.ticket,
+            gaps=gaps,
         )
 
     def _fetched(self, seq: Tracked | None, loads: Loads) -> Loads:

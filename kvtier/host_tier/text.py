@@ -148,7 +148,7 @@ class HostText:
         parts.loads[ticket] = False
         self.drop()
         name = self._key(hit.end)
-        parts.boundaries.learn([(name, hit.end)])
+        parts.boundaries.learn((name, hit.end))
         if parts.boundaries.want(name) and parts.boundaries.leave(name):
             if not parts.boundaries.pays(End.LEFT):
                 self._passing.add(hit.end)

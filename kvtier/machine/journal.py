@@ -55,6 +55,21 @@ class Waits(NamedTuple):
     """The request that computes its prefix, if it waits for one."""
 
 
+class Gap(NamedTuple):
+    """Tokens that a request did not find."""
+
+    start: int
+    end: int
+    why: str
+    """A value of ``Why``."""
+    group: str
+    """The group that lacked them; "" if none ever had them."""
+    ended: str
+    """What had ended at ``end``: "prompt", "answer" or "parting"; "" if nothing had."""
+    since: int
+    """The event before which they were there last, if they were pushed out."""
+
+
 class Admitted(NamedTuple):
     """A request has got its row and the blocks of its hit."""
 
@@ -77,6 +92,8 @@ class Admitted(NamedTuple):
     load_bytes: int
     ticket: int
     """Of the load; 0 without one."""
+    gaps: tuple[Gap, ...] = ()
+    """What is left beyond the hit, from there on; not the last tokens, which are always computed."""
 
 
 class Runs(NamedTuple):

@@ -162,6 +162,19 @@ class RemoteStats:
 
 
 @dataclass(frozen=True)
+class EndStats:
+    """Ends of one class, at which windows and chunks may be kept so that hits can end there. The first two are
+    counters of requests, each at its first admission."""
+
+    hits: int
+    """Requests whose hit ended at such an end."""
+    missed: int
+    """Requests that full attention alone had found up to such an end, but whose windows or chunks were not there."""
+    pays: bool
+    """Whether windows and chunks are kept at such ends now."""
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """A snapshot. ``device`` and ``host`` map group names to pools; ``host`` is empty without a host tier.
 
@@ -195,6 +208,9 @@ class CacheStats:
     prefix_tokens: Mapping[str, int]
     """Counter: prompt tokens of requests at their first admission: "queried" in all, found on "device" and on
     "host"."""
+    ends: Mapping[str, EndStats]
+    """By class of ends, such as "prompt" and "answer". All 0 if every group has full attention: then each block is an
+    end."""
     shortages: Mapping[str, Mapping[str, int]]
     """Counter: answers "not now" by group, to an "admission" and to a "running" request. A request that waits for
     blocks is answered in every step. A request that lacks blocks of two groups counts in both."""

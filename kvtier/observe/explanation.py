@@ -18,6 +18,7 @@ from kvtier.machine.journal import (
     Ended,
     Event,
     Fact,
+    Gap,
     Prefilled,
     PushedOut,
     Runs,
@@ -37,6 +38,27 @@ class Load:
     num_bytes: int
     seconds: float | None = None
     error: str = ""
+
+
+MOST_TAKERS = 8
+"""Requests that are named of those that content was pushed out for."""
+
+
+@dataclass
+class Missed:
+    """Tokens that were not found: see ``kvtier.machine.journal.Gap``."""
+
+    start: int
+    end: int
+    why: str
+    """"not_kept": full attention had them, but windows and chunks were not kept at their end. "pushed_out": they were
+    there. "parted": no text that is remembered goes on like this."""
+    group: str
+    ended: str
+    pushed_for: list[str] = field(default_factory=list)
+    """If they were pushed out: the requests that blocks of this group went to since, the newest first."""
+    pushed_s: float | None = None
+    """When that happened last, in seconds before the admission; None if nobody remembers."""
 
 
 @dataclass
@@ -61,6 +83,7 @@ class Hit:
     """Time that computing the hit's tokens would have taken; None if nobody knows."""
     runs_s: float = 0.0
     """When it ran, its load landed; from the arrival."""
+    missed: list[Missed] = field(default_factory=list)
     prefill_s: float | None = None
     """Seconds from then until its known tokens were computed."""
 
@@ -161,15 +184,19 @@ def explain_all(
     """Explains several requests, as ``explain`` does one; the events are read once."""
     tellers = {name: _Teller(name, compute_s, name_of) for name in request_ids}
     loads: dict[int, _Teller] = {}
+    pushed: list[Event] = []
     for event in events:
         fact = event.fact
         if event.request_id:
             teller = tellers.get(event.request_id)
             if teller is not None:
                 teller.about_it(event)
-                if isinstance(fact, Admitted) and fact.ticket:
-                    loads[fact.ticket] = teller
+                if isinstance(fact, Admitted):
+                    teller.missed(fact, event.at_s, pushed)
+                    if fact.ticket:
+                        loads[fact.ticket] = teller
         elif isinstance(fact, PushedOut):
+            pushed.append(event)
             for name in fact.by:
                 if name in tellers:
                     tellers[name].about_all(fact)
@@ -238,6 +265,24 @@ class _Teller:
             case Ended():
                 self._end_wait(at_s)
                 told.state, told.finish_reason, told.generated_tokens = "finished", *fact
+
+    def missed(self, fact: Admitted, at_s: float, pushed: Sequence[Event]) -> None:
+        """It was admitted just now, after these events."""
+        self.told.hits[-1].missed = [self._missed(gap, at_s, pushed) for gap in fact.gaps]
+
+    def _missed(self, gap: Gap, at_s: float, pushed: Sequence[Event]) -> Missed:
+        found = Missed(gap.start, gap.end, gap.why, gap.group, gap.ended)
+        if gap.why == "pushed_out":
+            names = dict[str, None]()
+            for event in reversed(pushed):
+                if event.number < gap.since or len(names) >= MOST_TAKERS:
+                    break
+                fact = event.fact
+                if isinstance(fact, PushedOut) and gap.group in fact.blocks:
+                    names |= dict.fromkeys(map(self._name_of, fact.by))
+                    found.pushed_s = at_s - event.at_s if found.pushed_s is None else found.pushed_s
+            found.pushed_for = [*names][:MOST_TAKERS]
+        return found
 
     def about_all(self, fact: Fact) -> None:
         match fact:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.observe.explanation import Eviction, Explanation, GaveWay, Hit, Load, Wait
+    from kvtier.observe.explanation import Eviction, Explanation, GaveWay, Hit, Load, Missed, Wait
 
 _SENT_BACK = {
     "blocks": "preempted: {by} needed blocks of {group}",
@@ -16,6 +16,7 @@ _SENT_BACK = {
     "reset": "sent back: the cache was reset while its prefix was being loaded",
     "disowned": "sent back: the content that it was loading was wrong",
 }
+_ENDS = {"prompt": "a prompt's end", "answer": "an answer's end", "parting": "a parting"}
 SHORT_S = 0.001
 """Waits for a first look that are shorter are left out."""
 
@@ -75,6 +76,7 @@ def _hit(hit: Hit) -> list[str]:
             f"limited by {hit.limited_by}, which lacked the block from token {hit.missing_from:,} on"
             + (f"; full attention alone had {hit.full_tokens:,}" if hit.full_tokens > hit.tokens else "")
         )
+    found += map(_missed, hit.missed)
     if hit.load is not None:
         found.append(_load(hit.load))
     if hit.recompute_s is not None:
@@ -84,6 +86,22 @@ def _hit(hit: Hit) -> list[str]:
         unit = "token" if hit.computed_tokens == 1 else "tokens"
         found.append(f"computed {rest} {unit} in {seconds(hit.prefill_s)}")
     return found
+
+
+def _missed(missed: Missed) -> str:
+    tokens = f"tokens {missed.start:,} to {missed.end:,}"
+    if missed.why == "parted":
+        return f"{tokens}: no text that is remembered goes on like this"
+    if missed.why == "not_kept":
+        what = f"{tokens}: {missed.group} kept nothing for a hit that ends there"
+        return what + (
+            f", at {_ENDS[missed.ended]}: such ends did not pay" if missed.ended else "; no text had ended there"
+        )
+    if missed.pushed_s is None:
+        return f"{tokens} were there, and are gone; nobody remembers whose blocks of {missed.group} they made room for"
+    by = ", ".join(missed.pushed_for)
+    last = seconds(missed.pushed_s)
+    return f"{tokens} were pushed out: blocks of {missed.group} went to request {by}, the last {last} before"
 
 
 def _load(load: Load) -> str:

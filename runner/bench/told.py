@@ -77,6 +77,13 @@ def blocks(value: Any) -> list[int]:
     return [whole("an id of hash_ids,", one, _LEAST_ID, _MOST_ID) for one in value]
 
 
+def who(value: Any) -> str | int | None:
+    """Who asks; raises ``ValueError`` for what is no name."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (str, int))):
+        raise ValueError(f"session {_short(value)} is neither text nor a whole number")
+    return value
+
+
 def finite_or_inf(value: float) -> float | str:
     """The number; infinity, which JSON lacks, as "inf"."""
     return "inf" if math.isinf(value) else value

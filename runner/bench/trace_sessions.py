@@ -31,7 +31,8 @@ class Asked:
 class Conversation:
     """Requests, each after the answer before it. ``scope``: within it equal ids are equal blocks.
 
-    ``start_s`` is of the trace's own clock; of a nested one it counts from its session's start.
+    ``start_s`` is of the trace's own clock; of a nested one it counts from its session's start. ``session``: who asks,
+    if a line of Mooncake's format says so.
     """
 
     scope: str
@@ -39,6 +40,7 @@ class Conversation:
     start_s: float
     asked: tuple[Asked, ...]
     is_nested: bool = False
+    session: str | int | None = None
 
 
 def read_session(where: str, session: Any, max_think_s: float) -> Iterator[Conversation]:

@@ -30,7 +30,7 @@ from runner.bench.arrivals import offsets
 from runner.bench.names import TraceFormat
 from runner.bench.plan import Plan, Session, Turn
 from runner.bench.tokens import Prompt, key_of, prompt_of
-from runner.bench.told import LONGEST_PROMPT, blocks, finite_or_inf, parsed, seconds, whole
+from runner.bench.told import LONGEST_PROMPT, blocks, finite_or_inf, parsed, seconds, who, whole
 from runner.bench.trace_sessions import Asked, Conversation, read_session
 
 MOONCAKE_BLOCK, MOONCAKE_SECONDS = 512, 0.001
@@ -86,13 +86,13 @@ def read(options: TraceOptions, rate: float, burstiness: float, seed: int, *, is
     if options.num_prompts < 1:
         raise ConfigError("--num-prompts must be at least 1")
     path = Path(options.path)
-    kind, kept = options.format or _format_of(path), _Kept(options)
-    try:
-        for conversation in _conversations(path, kind, options):
-            if not kept.take(conversation):
-                break
-    except _UNREADABLE as problem:
-        raise ConfigError(f"--trace {path} cannot be read: {problem}") from problem
+    kind, kept = options.format or format_of(path), _Kept(options)
+    if kind is None:
+        names = ", ".join(one.value for one in TraceFormat)
+        raise ConfigError(f"--trace {path}: its first line is of none of the formats {names}")
+    for conversation in conversations(path, kind, options):
+        if not kept.take(conversation):
+            break
     if not kept.conversations:
         raise ConfigError(f"--trace {path} has no request of at most {options.max_input_len} tokens")
     timed = options.self_timed and kind is not TraceFormat.SESSIONS
@@ -142,13 +142,13 @@ def _turns(conversation: Conversation, number: int, options: TraceOptions) -> tu
     for index, asked in enumerate(conversation.asked):
         if max(asked.prompt_tokens, asked.output_tokens) * scale > LONGEST_PROMPT:
             raise ConfigError(f"--length-scale {scale:g} makes lengths of more than {LONGEST_PROMPT:,} tokens")
-        prompt = _prompt(conversation, asked, scale, (number, index))
+        prompt = prompt_in(conversation, asked, scale, (number, index))
         turns.append(Turn(prompt, max(1, round(asked.output_tokens * scale)), asked.think_s * options.time_scale))
     return tuple(turns)
 
 
-def _prompt(conversation: Conversation, asked: Asked, scale: float, own: tuple[int, int]) -> Prompt:
-    """Blocks by their ids; what no id covers is the request's own."""
+def prompt_in(conversation: Conversation, asked: Asked, scale: float, own: tuple[int, int]) -> Prompt:
+    """Blocks by their ids; what no id covers is the request's own, by the name ``own``."""
     block, ids = conversation.block_tokens, np.array([one % 2**64 for one in asked.block_ids], np.uint64)
     covered = min(len(ids), -(-asked.prompt_tokens // block))
     counts = np.full(covered, block)
@@ -177,32 +177,40 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8")
 
 
-def _format_of(path: Path) -> TraceFormat:
+def format_of(path: Path) -> TraceFormat | None:
+    """As its first line says; None for a line of none of the formats. Raises ``ConfigError`` if it cannot be read."""
     if path.is_dir():
         return TraceFormat.SESSIONS
-    try:
-        with _open(path) as file:
-            first = file.readline(2**20)
-    except _UNREADABLE as problem:
-        raise ConfigError(f"--trace {path} cannot be read: {problem}") from problem
+    first = first_line(path)
     if tuple(name.strip() for name in first.removeprefix("\ufeff").split(",")) == _AZURE:
         return TraceFormat.AZURE
     if '"input_length"' in first:
         return TraceFormat.MOONCAKE
     if '"block_size"' in first or path.suffix == ".json":
         return TraceFormat.SESSIONS
-    raise ConfigError(
-        f"--trace {path}: its first line is of none of the formats {', '.join(one.value for one in TraceFormat)}"
-    )
+    return None
 
 
-def _conversations(path: Path, kind: TraceFormat, options: TraceOptions) -> Iterator[Conversation]:
-    if kind is TraceFormat.SESSIONS:
-        yield from _sessions(path, options.max_think_s)
-    elif kind is TraceFormat.AZURE:
-        yield from _azure(path)
-    else:
-        yield from _mooncake(path, options)
+def first_line(path: Path) -> str:
+    """Its beginning at most. Raises ``ConfigError`` for a file that cannot be read."""
+    try:
+        with _open(path) as file:
+            return file.readline(2**20)
+    except _UNREADABLE as problem:
+        raise ConfigError(f"--trace {path} cannot be read: {problem}") from problem
+
+
+def conversations(path: Path, kind: TraceFormat, options: TraceOptions) -> Iterator[Conversation]:
+    """All of a trace, as it stands there. Raises ``ConfigError`` for what is not of the format."""
+    try:
+        if kind is TraceFormat.SESSIONS:
+            yield from _sessions(path, options.max_think_s)
+        elif kind is TraceFormat.AZURE:
+            yield from _azure(path)
+        else:
+            yield from _mooncake(path, options)
+    except _UNREADABLE as problem:
+        raise ConfigError(f"--trace {path} cannot be read: {problem}") from problem
 
 
 def _where(path: Path, line: int) -> str:
@@ -220,8 +228,8 @@ def _lines(path: Path) -> Iterator[str]:
         raise ConfigError(f"{_where(path, number + 1)} cannot be read: {problem}") from problem
 
 
-def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Where, object) of each line."""
+def objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(Where, object) of each line of JSON. Raises ``ConfigError``, with the line's number."""
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
             where = _where(path, number)
@@ -237,15 +245,16 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _mooncake(path: Path, options: TraceOptions) -> Iterator[Conversation]:
     block = options.block_tokens or MOONCAKE_BLOCK
     unit_s = MOONCAKE_SECONDS if options.second_multiplier is None else options.second_multiplier
-    for where, row in _objects(path):
+    for where, row in objects(path):
         try:
             prompt = whole("input_length", row["input_length"], 1, LONGEST_PROMPT)
             output = whole("output_length", row["output_length"], 0, LONGEST_PROMPT)
             asked = Asked(prompt, output, 0.0, blocks(row.get("hash_ids", [])))
             at_s = seconds("a time of", seconds("timestamp", row["timestamp"]) * unit_s)
+            name = who(row.get("session"))
         except (KeyError, ValueError) as problem:
-            raise ConfigError(f"{where} is no request of Mooncake's format: {_reason(problem)}") from None
-        yield Conversation("", block, at_s, (asked,))
+            raise ConfigError(f"{where} is no request of Mooncake's format: {reason(problem)}") from None
+        yield Conversation("", block, at_s, (asked,), session=name)
 
 
 def _azure(path: Path) -> Iterator[Conversation]:
@@ -264,7 +273,7 @@ def _azure(path: Path) -> Iterator[Conversation]:
             output = whole("GeneratedTokens", row["GeneratedTokens"], 0, LONGEST_PROMPT)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as problem:
             where = _where(path, rows.line_num)
-            raise ConfigError(f"{where} is no request of Azure's format: {_reason(problem)}") from None
+            raise ConfigError(f"{where} is no request of Azure's format: {reason(problem)}") from None
         yield Conversation("", 1, at_s, (Asked(prompt, output, 0.0, ()),))
 
 
@@ -283,9 +292,10 @@ def _sessions(path: Path, max_think_s: float) -> Iterator[Conversation]:
             raise ConfigError(f"--trace {path} is not JSON: {problem}") from None
         yield from read_session(f"--trace {path}", found, max_think_s)
         return
-    for where, session in _objects(path):
+    for where, session in objects(path):
         yield from read_session(where, session, max_think_s)
 
 
-def _reason(problem: Exception) -> str:
+def reason(problem: Exception) -> str:
+    """Why a line is of no use, from the error that it has led to."""
     return f"it has no {problem}" if isinstance(problem, KeyError) else str(problem)

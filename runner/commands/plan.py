@@ -17,7 +17,8 @@ def add_to(commands: Any) -> None:
         description="Reads a transformers config, no weights: the groups of layers and their bytes, how many requests "
         "and tokens of given lengths fit into device and host memory, what is saved by forgetting what windows and "
         "chunks no longer show, what loading a request from the host or the remote tier costs against computing it, "
-        "and the largest context. Counted as start-up and admission count, for pools that share one arena a tier.",
+        "the largest context, and with --trace the hit rates of your own requests. Counted as start-up and admission "
+        "count, for pools that share one arena a tier.",
     )
     plan.add_argument("model", help="a hub id, a folder with config.json, a config.json, or a GGUF file")
     plan.add_argument(
@@ -43,6 +44,21 @@ def add_to(commands: Any) -> None:
     plan.add_argument(
         "--remote-gbps", type=float, help="GB/s (gigabytes, not gigabits) of the remote tier; goes with --remote"
     )
+    plan.add_argument(
+        "--trace",
+        help="JSON lines of requests, by token ids or by blocks as in Mooncake's traces: add the hit rates that these "
+        "memories would give, and twice and four times as much",
+    )
+    plan.add_argument("--trace-requests", type=int, help="take the trace's first requests (default: all)")
+    plan.add_argument(
+        "--trace-block-tokens", type=int, help="tokens of its blocks, in Mooncake's format (default: 512)"
+    )
+    plan.add_argument(
+        "--trace-whole-blocks",
+        action="store_true",
+        help="cut its prompts to whole blocks: in Mooncake's own traces a last, partial block never equals a full one",
+    )
+    plan.add_argument("--at-once", type=int, default=16, help="requests of the trace that run at a time (default: 16)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
     plan.add_argument("--plot", help="write a picture of bytes against context to this file (needs matplotlib)")
     plan.set_defaults(run=run)
@@ -75,8 +91,10 @@ def run(args: argparse.Namespace) -> int:
         utilisation=args.utilisation,
         remote=args.remote,
         remote_gb_per_s=args.remote_gbps,
+        trace=None if args.trace is None else _trace(args),
     )
-    found = plan.run(args.model, options)
+    with console.status("Planning") as status:
+        found = plan.run(args.model, options, status.update)
     if picture is not None:
         draw(found, picture)
     if args.json:
@@ -84,3 +102,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(found, Console())
     return 0
+
+
+def _trace(args: argparse.Namespace) -> Any:
+    from runner.plan import TraceOptions
+
+    rest = args.trace_block_tokens, args.trace_requests, args.trace_whole_blocks, args.at_once
+    return TraceOptions(args.trace, *rest)

@@ -14,6 +14,8 @@ from runner.metrics.families import Distribution, Families, Labels
 PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
 DEFERRED = ("transfer", "twin")
 """The reasons to wait of requests that others may pass; vLLM's term."""
+_OF_ENDS = ("hits", "missed", "pays")
+"""Of ``EndStats``."""
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """vLLM's; powers of two."""
 
@@ -22,6 +24,7 @@ def add_cache(families: Families, stats: CacheStats) -> None:
     """Adds all of them."""
     _add_requests(families, stats)
     _add_tokens(families, stats)
+    _add_ends(families, stats)
     _add_pools(families, stats)
     _add_transfers(families, stats)
     if stats.remote is not None:
@@ -98,6 +101,15 @@ def _add_tokens(families: Families, stats: CacheStats) -> None:
     families.histogram("vllm:iteration_tokens_total", "Tokens of a step.", {(): _step_tokens(stats)})
     families.counter("kvtier:computed_tokens", "Tokens of all steps.", _one(stats.computed_tokens))
     families.counter("kvtier:cancelled_steps", "Steps whose forward failed.", _one(stats.cancelled_steps))
+
+
+def _add_ends(families: Families, stats: CacheStats) -> None:
+    hits, missed, pays = ({name: getattr(end, of) for name, end in stats.ends.items()} for of in _OF_ENDS)
+    families.counter("kvtier:end_hits", "Requests whose hit ended at such an end.", _by(hits), "end")
+    families.counter(
+        "kvtier:end_misses", "Requests whose hit would have, had its windows been there.", _by(missed), "end"
+    )
+    families.gauge("kvtier:end_pays", "1 while windows are kept at such ends, else 0.", _by(pays), "end")
 
 
 def _step_tokens(stats: CacheStats) -> Distribution:

@@ -137,6 +137,37 @@ class RemotePlan:
 
 
 @dataclass(frozen=True)
+class MemoryHits:
+    """What tiers of these sizes find of a trace. ``tokens``: prompt tokens found, by tier; ``rate``: of all prompt
+    tokens; ``of_bound``: of those that a cache without limits finds, None if it finds none. ``too_large``: requests
+    that never fit; ``failed``: that ran out of room."""
+
+    device_bytes: int
+    host_bytes: int
+    tokens: Mapping[str, int]
+    rate: float
+    of_bound: float | None
+    preemptions: int
+    too_large: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class TracePlan:
+    """A trace, replayed with ``at_once`` requests at a time. ``bound_tokens``: prompt tokens that a cache without
+    limits finds, whatever it is asked for; ``distinct_tokens``: tokens of different content, prompts and answers."""
+
+    trace: str
+    requests: int
+    sessions: int
+    prompt_tokens: int
+    bound_tokens: int
+    distinct_tokens: int
+    at_once: int
+    memories: tuple[MemoryHits, ...]
+
+
+@dataclass(frozen=True)
 class Assumptions:
     """Values that were not measured.
 
@@ -168,6 +199,7 @@ class Plan:
     transient: Transient
     assumptions: Assumptions
     remote: RemotePlan | None = None
+    trace: TracePlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; ``groups`` stand for the spec."""

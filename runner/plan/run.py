@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvtier.machine.errors import ConfigError, UnsupportedModel
 from kvtier.machine.integers import shown
 from runner.model.checkpoint import find_config
 from runner.plan import compute
+from runner.plan.hits import TraceOptions, plan_hits
 from runner.plan.remote import plan_remote
 from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
 
@@ -38,7 +40,7 @@ class Options:
 
     ``context``: a length to plan for beside ``LENGTHS``. ``link_gb_per_s``: from host memory to the device.
     ``peak_tflops``: of dense matrix products; ``utilisation``: the part of it that a forward pass reaches. ``remote``:
-    bytes of a remote tier, which gives ``remote_gb_per_s``; both or neither.
+    bytes of a remote tier, which gives ``remote_gb_per_s``; both or neither. ``trace``: requests to be replayed.
     """
 
     device_memory: str | int
@@ -52,6 +54,7 @@ class Options:
     utilisation: float = 0.4
     remote: str | int = 0
     remote_gb_per_s: float | None = None
+    trace: TraceOptions | None = None
 
     def __post_init__(self) -> None:
         for name in _OPTIONS:
@@ -68,8 +71,9 @@ class Options:
                 raise ConfigError(f"{name} must be in 1..{capacity.MOST_TOKENS - 1:,} tokens, got {shown(value)}")
 
 
-def run(model: str | Path | Any, options: Options) -> Plan:
-    """Plans for a model: a folder, a config.json, a hub id, or a transformers config. Reads no weights.
+def run(model: str | Path | Any, options: Options, tell: Callable[[str], object] = lambda news: None) -> Plan:
+    """Plans for a model: a folder, a config.json, a hub id, or a transformers config. Reads no weights. ``tell`` gets
+    lines of news while a trace is replayed.
 
     Raises ``ModelLoadError`` for files that cannot be read, ``UnsupportedModel`` for layers that cannot be cached,
     ``ConfigError`` and ``MemoryUnavailable`` for options that cannot work.
@@ -93,6 +97,9 @@ def run(model: str | Path | Any, options: Options) -> Plan:
         rates = options.remote_gb_per_s, options.link_gb_per_s
         fits = partial(_fits, spec, device, host, positions)
         remote = plan_remote(spec, store_bytes, *rates, lengths, fits, compute_s)
+    sizes, trace = (device_plan.num_bytes, host_plan.num_bytes if host_plan else 0), None
+    if options.trace is not None:
+        trace = plan_hits(spec, *sizes, options.max_batched_tokens, options.trace, tell)
     return Plan(
         spec=spec,
         model=str(model if isinstance(model, (str, Path)) else config.model_type),
@@ -114,6 +121,7 @@ def run(model: str | Path | Any, options: Options) -> Plan:
             unknown,
         ),
         remote=remote,
+        trace=trace,
     )
 
 

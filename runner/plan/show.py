@@ -9,6 +9,7 @@ from rich.table import Table
 from kvtier.geometry.spec import DTYPE_BYTES
 from runner.display.tables import plain_table, print_table
 from runner.plan.report import Plan
+from runner.plan.show_hits import hits_notes, hits_table
 from runner.plan.show_remote import break_even, holds_table, remote_notes, remote_table
 from runner.plan.units import count, flop, numerous, seconds, size, tokens_of
 
@@ -22,6 +23,8 @@ def show(plan: Plan, console: Console) -> None:
     if plan.remote is not None:
         print_table(console, remote_table(plan, plan.remote))
         print_table(console, holds_table(plan, plan.remote))
+    if plan.trace is not None:
+        print_table(console, hits_table(plan.trace))
     for line in [*_limits(plan), "", *_notes(plan)]:
         console.print(escape(line), highlight=False)
 
@@ -123,6 +126,8 @@ def _notes(plan: Plan) -> list[str]:
         lines.append("host requests: with the blocks that a later hit needs.")
     if plan.remote is not None:
         lines += remote_notes(plan.remote)
+    if plan.trace is not None:
+        lines += hits_notes(plan.trace)
     if any(length.beyond_model for length in plan.lengths):
         lines.append(f"* more than the model's {plan.model_tokens:,} positions.")
     if a.weights is not None and a.active_weights is not None:

@@ -8,6 +8,7 @@ from model.metrics import check_journal
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import CacheManager, ConfigError, FullAttention, Request, SlidingWindow, explain
+from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.machine.journal import Copied, Journal, PushedOut, Runs
 
 FULL = {"full": (FullAttention(), 4)}
@@ -19,7 +20,7 @@ def told(serving, request_id, **options):
 
 
 def preempted_serving(make_serving):
-    """"story" hits in two tiers, waits for its load, decodes, gives way to an urgent request, and comes back."""
+    """ "story" hits in two tiers, waits for its load, decodes, gives way to an urgent request, and comes back."""
     serving = make_serving(GROUPS, {"full": 16, "win": 24}, 64, hold=[], journal_events=1000)
     serving.serve("before", prompt(0, 33), 1)
     pools = inside.pools(serving.cache)
@@ -274,3 +275,83 @@ def test_events_are_plain_values_when_asked():
     journal.add("a", Runs())
     [event] = journal.since()
     assert event.to_dict() == {"number": 0, "at_s": event.at_s, "request_id": "a", "fact": {"what": "Runs"}}
+
+
+# --- what was not found -------------------------------------------------------------------------------
+
+
+def missed(serving, name):
+    return [(of.start, of.end, of.why, of.group, of.ended) for of in told(serving, name).hits[0].missed]
+
+
+def test_a_new_prompt_goes_on_as_none_did(make_serving):
+    serving = make_serving(GROUPS, 40, journal_events=1000)
+    serving.serve("first", prompt(0, 21), 1)
+    serving.serve("on", [*prompt(0, 21), *prompt(1, 12)], 1)
+    assert missed(serving, "first") == [(0, 20, "parted", "", "")]
+    assert missed(serving, "on") == [(20, 32, "parted", "", "")]
+    assert "tokens 20 to 32: no text that is remembered goes on like this" in str(told(serving, "on"))
+    serving.serve("again", prompt(0, 21), 1)
+    assert missed(serving, "again") == []
+
+
+def test_what_was_pushed_out_names_the_requests_that_got_its_blocks(make_serving):
+    serving = make_serving(FULL, 12, journal_events=1000)
+    serving.serve("long ago", prompt(9, 40), 1)
+    serving.serve("before", prompt(0, 33), 1)  # it has taken blocks itself, but none of its own
+    serving.serve("taker", prompt(1, 20), 1)
+    serving.serve("other", prompt(2, 16), 1)
+    serving.serve("again", prompt(0, 33), 1)
+    gone = told(serving, "again").hits[0].missed[0]
+    pushed = [event for event in serving.cache.journal.since() if isinstance(event.fact, PushedOut)]
+    assert missed(serving, "again")[0][2:] == ("pushed_out", "full", "prompt")
+    assert gone.pushed_for == ["other", "taker"] and gone.pushed_s > 0
+    assert {name for event in pushed for name in event.fact.by} >= {"other", "taker"}
+    assert "were pushed out: blocks of full went to request other, taker, the last" in str(told(serving, "again"))
+    serving.serve("later", prompt(3, 40), 1)
+    late = explain(serving.cache.journal.since(), "again", name_of=lambda name: f"<{name}>").hits[0].missed[0]
+    assert late.pushed_for == ["<other>", "<taker>"], "what came later has no part in it"
+
+
+def test_what_is_gone_otherwise_names_nobody(make_serving):
+    serving = make_serving(FULL, 40, journal_events=1000)
+    serving.serve("before", prompt(0, 33), 1)
+    inside.pools(serving.cache).forget_all()
+    serving.serve("again", prompt(0, 33), 1)
+    gone = told(serving, "again").hits[0].missed[0]
+    assert (gone.why, gone.pushed_for, gone.pushed_s) == ("pushed_out", [], None)
+    assert "nobody remembers" in str(told(serving, "again"))
+    serving.cache.reset_prefix_cache()
+    serving.serve("later", prompt(0, 33), 1)
+    assert missed(serving, "later") == [(0, 32, "parted", "", "")], "a reset forgets all"
+
+
+def test_an_end_that_does_not_pay_is_told_from_what_was_pushed_out(make_serving, monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.PROMPT)
+    serving = make_serving(GROUPS, 60, journal_events=1000)
+    said = [*prompt(0, 21), *serving.serve("before", prompt(0, 21), 24).token_ids]
+    serving.serve("on", [*said, *prompt(1, 9)], 1)
+    [not_kept, parted] = missed(serving, "on")
+    assert not_kept == (20, 44, "not_kept", "win", "answer") and parted[2] == "parted"
+    assert "win kept nothing for a hit that ends there, at an answer's end: such ends did not pay" in str(
+        told(serving, "on")
+    )
+
+
+def test_where_prompts_part_for_the_first_time_nothing_was_kept(make_serving):
+    serving = make_serving(GROUPS, 60, journal_events=1000)
+    for n in range(3):
+        serving.serve(f"{n}", [*prompt(0, 20), *prompt(n + 1, 13)], 1)
+    assert missed(serving, "1")[0] == (0, 20, "not_kept", "win", "")
+    assert "win kept nothing for a hit that ends there; no text had ended there" in str(told(serving, "1"))
+    assert missed(serving, "2") == [(20, 32, "parted", "", "")]
+    serving.serve("large", prompt(9, 237), 1)
+    serving.serve("3", [*prompt(0, 20), *prompt(7, 13)], 1)
+    gone, parted = missed(serving, "3")
+    assert gone == (0, 20, "pushed_out", "full", "parting") and parted == (20, 32, "parted", "", "")
+
+
+def test_a_cache_without_a_journal_marks_nothing(make_serving):
+    serving = make_serving(FULL, 40)
+    serving.serve("before", prompt(0, 33), 1)
+    assert inside.num_marks(serving.cache) == 0

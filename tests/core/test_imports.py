@@ -38,7 +38,8 @@ FLOORS = (  # each room may import the rooms above it, and none of its own line
     ("runner.metrics",),
     ("runner.api",),
     ("runner",),
-    ("runner.bench", "runner.demo", "runner.plan", "runner.server", "runner.verify"),
+    ("runner.bench", "runner.demo", "runner.server", "runner.verify"),
+    ("runner.plan",),  # replays traces of the load generator
     ("runner.commands",),
     ("runner.cli",),
 )

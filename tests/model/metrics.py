@@ -23,6 +23,7 @@ def counters(cache: KVCache) -> dict[str, int]:
     found = {f"transfers.{name}": n for name, n in vars(stats.transfers).items() if name != "live"}
     found |= {f"prompt tokens.{source}": n for source, n in stats.prompt_tokens.items()}
     found |= {f"requests.{name}": stats.requests[name] for name in ("finished", "preemptions")}
+    found |= {f"ends.{name}.{of}": getattr(end, of) for name, end in stats.ends.items() for of in ("hits", "missed")}
     for tier, pools in (("device", stats.device), ("host", stats.host)):
         for group, pool in pools.items():
             found |= {f"{tier} {group}.{name}": getattr(pool, name) for name in ("evicted", "peak_held")}

@@ -122,6 +122,10 @@ def test_a_workload_adds_up_and_no_counter_falls(served: tuple[Any, Metrics]) ->
     assert last["kvtier:verified_blocks_total",] == last["kvtier:transferred_blocks_total", "load"] > 0
     assert last["vllm:num_preemptions_total",] == sum(done.preemptions for done in serving.finished.values())
     assert last["vllm:iteration_tokens_total_sum",] == last["kvtier:computed_tokens_total",] > sources["computed"]
+    for name, of in serving.cache.stats().ends.items():
+        ends = [last[f"kvtier:end_{what}", name] for what in ("hits_total", "misses_total", "pays")]
+        assert ends == [of.hits, of.missed, of.pays], name
+    assert sum(labelled(last, "kvtier:end_hits_total").values()) > 0
     assert total(last, "vllm:num_requests_running") == total(last, "kvtier:waiting_requests") == 0
 
 

@@ -99,6 +99,22 @@ def test_equal_stories_have_equal_answers(story: list[tuple[str, int, End]]) -> 
     assert told() == told()
 
 
+def test_hits_and_what_was_missed_are_counted_by_the_class_of_their_ends() -> None:
+    known = Boundaries()
+    for n, end in enumerate(End):
+        known.end(name(n), end)
+        for _ in range(n + 1):
+            known.count(name(n), None)
+        known.count(None, name(n))
+    known.count(name(99), name(98))
+    known.count(None, None)
+    stats = known.stats()
+    assert list(stats) == [end.name.lower() for end in End]
+    assert [of.hits for of in stats.values()] == [n + 1 for n in range(len(End))]
+    assert {of.missed for of in stats.values()} == {1}
+    assert [of.pays for of in stats.values()] == [known.pays(end) for end in End]
+
+
 # --- in a cache -----------------------------------------------------------------------------------
 
 
@@ -150,3 +166,32 @@ def test_models_with_full_attention_alone_have_nothing_to_learn(make_serving) ->
         serving.serve(f"{k}", prompt(0, 33), 9)
     known = inside.boundaries(serving.cache)
     assert known._credits == [1.0, 1.0, 0.0] and not known._ends and np.size(inside.wanted_keys(known)) <= 1
+
+
+def test_a_cache_tells_which_ends_were_found_and_which_would_have_been(make_serving, monkeypatch) -> None:
+    serving = make_serving(SPEC, 300)
+    text = prompt(0, 33)
+    said = [*text, *serving.serve("a", text, 16).token_ids]
+    serving.serve("again", text, 1)
+    serving.serve("on", [*said, *prompt(1, 9)], 1)
+    ends = serving.cache.stats().ends
+    assert {name: (of.hits, of.missed) for name, of in ends.items() if of.hits or of.missed} == {
+        "prompt": (1, 0),
+        "answer": (1, 0),
+    }
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is not End.ANSWER)
+    said = [*prompt(2, 33), *serving.serve("b", prompt(2, 33), 16).token_ids]
+    serving.serve("b on", [*said, *prompt(3, 9)], 1)
+    ends = serving.cache.stats().ends
+    assert (ends["answer"].hits, ends["answer"].missed, ends["answer"].pays) == (1, 1, False)
+    assert ends["prompt"].hits == 2, "there it was found instead"
+
+
+def test_a_request_that_was_preempted_does_not_count_what_it_finds_of_itself(make_serving) -> None:
+    serving = make_serving(SPEC, {"full": 24, "near": 20})
+    serving.add("a", prompt(0, 33), 40)
+    serving.steps_until(lambda: serving.known("a") > 40)
+    serving.add("urgent", prompt(1, 60), 1, priority=-1)
+    serving.run()
+    assert serving.finished["a"].preemptions
+    assert [(of.hits, of.missed) for of in serving.cache.stats().ends.values()] == [(0, 0)] * len(End)

@@ -35,7 +35,21 @@ MUTATIONS = (
         "",
         "prompts share what the trace says is different, and hits are too many",
         "bench/traces",
-        ("_prompt", 'key_of("trace", conversation.scope)', 'key_of("trace")'),
+        ("prompt_in", 'key_of("trace", conversation.scope)', 'key_of("trace")'),
+    ),
+    mutation(
+        "replay_asks_before_the_answer",
+        "",
+        "a turn runs beside the one before it, and finds less than it will",
+        "plan/trace",
+        ("Order.begin", "self._asked[k].session not in self._busy", "k not in self._busy"),
+    ),
+    mutation(
+        "replay_promises_the_last_token",
+        "",
+        "the bound is more than any cache can find, since a prompt's last token is computed",
+        "plan/trace",
+        ("measure", "(len(prompt) - 1) // block_tokens", "len(prompt) // block_tokens"),
     ),
     mutation(
         "bench_takes_cut_answers_for_whole",

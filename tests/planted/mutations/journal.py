@@ -27,6 +27,27 @@ MUTATIONS = (
         ("CopyNews.failed", "now < self._silent_until[t.direction]", "True"),
     ),
     mutation(
+        "explanations_take_what_was_pushed_out_for_new",
+        "I25",
+        "a prompt whose text was pushed out is told that nobody has sent it",
+        "core/coordinator/trail core/explanation",
+        ("Trail._beyond", "units, found = at, (at * self._unit, mark)", "found = at * self._unit, mark"),
+    ),
+    mutation(
+        "explanations_forget_ends_that_texts_pass",
+        "I25",
+        "what was kept and pushed out is told as never kept",
+        "core/coordinator/trail",
+        ("Trail._remember", "not mark.end or before.is_kept > mark.is_kept", "before.is_kept > mark.is_kept"),
+    ),
+    mutation(
+        "explanations_blame_who_came_later",
+        "I25",
+        "requests are named that took no block of what was not found",
+        "core/explanation",
+        ("_Teller._missed", "event.number < gap.since", "False"),
+    ),
+    mutation(
         "explanations_are_of_others",
         "I25",
         "a request is told the preemptions of all",

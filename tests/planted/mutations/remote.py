@@ -410,8 +410,8 @@ MUTATIONS = (
         "remote/tier remote/tier_spills",
         (
             "Coordinator.seal_prefill",
-            "self._offer(seq, self.retention.seal_branches(seq, computed, end))",
-            "self.retention.seal_branches(seq, computed, end)",
+            "self._offer(seq, parted)",
+            "pass",
         ),
     ),
     mutation(
