@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from field.matrix import DOCS, ENTRIES, ROOT, STATUSES, covered, problems
+from field.matrix import DOCS, ENTRIES, ROOT, STATUSES, covered, played, problems
 
 
 def pages() -> list[str]:
@@ -14,7 +14,9 @@ def pages() -> list[str]:
 
 def test_every_entry_stands_there_once_with_a_status_and_every_test_that_it_names_exists():
     assert len(ENTRIES) == 129
-    assert problems(pages(), ENTRIES, ROOT) == []
+    own = played(ROOT / "tests" / "field")
+    assert own <= set(ENTRIES)
+    assert problems(pages(), ENTRIES, ROOT, own) == []
 
 
 def test_the_figures_in_testing_md_are_those_of_the_page():
@@ -41,6 +43,8 @@ def test_the_check_itself_sees_what_is_wrong():
         "*Refers*: see section H.",
     ):
         assert problems([f"- **A1** It broke (t#1). {well}"], ["A1"], ROOT) == []
+    for well in ("I1.", "*In part*: the rest needs a GPU.", "*No part here*: another stands in its place."):
+        assert problems([f"- **A1** It broke (t#1). {well}"], ["A1"], ROOT, {"A1"}) == []
     for bad, seen in [
         ([], "A1: 0 times"),
         ([good[0], good[0]], "A1: 2 times"),
@@ -57,6 +61,12 @@ def test_the_check_itself_sees_what_is_wrong():
         (["- **A1** It broke. *Refers*: elsewhere."], "A1: refers, but not to what"),
     ]:
         assert problems(["\n".join(bad)], ["A1"], ROOT) == [seen]
+
+
+def test_an_entry_is_played_by_the_tests_that_are_named_after_it(tmp_path):
+    (tmp_path / "test_x.py").write_text("def test_a1_it_broke(): ...\ndef test_a12(): ...\ndef a2_(): ...\n")
+    (tmp_path / "other.py").write_text("def test_b1_it_broke(): ...\n")
+    assert played(tmp_path) == {"A1"}
 
 
 def test_what_is_covered_is_counted_by_status():
