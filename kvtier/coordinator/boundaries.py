@@ -101,18 +101,19 @@ class Boundaries:
         """A request begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``, which is
         longer."""
         credits = self._credits = [FADES * credit for credit in self._credits]
-        ends = [self._class_of(found) for found in (missed, hit)]
-        for counts, end in zip((self._missed, self._hits), ends, strict=True):
-            if end is not None:
-                counts[end] += 1
-        best = next((k for k in range(2) if ends[k] is not None), None)
-        found, end = (None, None) if best is None else ((missed, hit)[best], ends[best])
-        if found is not None and end is not None:
+        hit_end, missed_end = self._class_of(hit), self._class_of(missed)
+        for counts, found, end in (self._hits, hit, hit_end), (self._missed, missed, missed_end):
+            if found is not None:
+                counts[End.PASSED if end is None else end] += 1
+                counts[End.LEFT] += found[0] in self._left
+        best, end, reached = (hit, hit_end, 0) if missed_end is None else (missed, missed_end, 0)
+        if best is not None and end is not None:
             credits[end] += 1
-            credits[End.LEFT] += found[0] in self._left
+            credits[End.LEFT] += best[0] in self._left
+            reached = best[1]
         longest = missed or hit
-        if longest is not None and longest is not found:
-            credits[End.PASSED] += 1 - (0 if found is None else found[1]) / longest[1]
+        if longest is not None:
+            credits[End.PASSED] += 1 - reached / longest[1]
 
     def _class_of(self, found: Found | None) -> End | None:
         """None: no end that is remembered."""

@@ -14,6 +14,7 @@ from core.driving import Serving, prompt
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator import boundaries
 from kvtier.coordinator.boundaries import Boundaries, End
+from kvtier.machine.stats import EndStats
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
@@ -42,21 +43,22 @@ def test_the_boundaries_that_were_wanted_last_are_remembered(monkeypatch: pytest
     assert len(inside.wanted_keys(known)) == 8 == len(known._ends)
 
 
-def test_before_anything_is_known_ends_of_prompts_and_answers_pay() -> None:
+def test_before_anything_is_known_what_costs_little_is_tried() -> None:
+    """A turn mostly goes on from the answer; where prompts part is told by who knows; what is passed goes first."""
     known = Boundaries()
-    assert [known.pays(end) for end in End] == [True, True, False]
+    assert [end for end in End if known.pays(end)] == [End.ANSWER, End.STEM, End.PASSED]
 
 
 @pytest.mark.parametrize("paid", [End.PROMPT, End.ANSWER])
 def test_what_is_never_found_stops_paying_and_pays_again_once_it_is_found(paid: End) -> None:
     known, other = Boundaries(), End(1 - paid)
-    for n in range(40):
+    for n in range(150):
         known.end(name(n), paid)
-        known.learn([name(n)])
+        known.learn((name(n), 64))
     assert known.pays(paid) and not known.pays(other)
-    for n in range(100, 160):
+    for n in range(200, 210):
         known.end(name(n), other)
-        known.learn([name(n), name(7)])  # the longer one counts
+        known.learn((name(7), 64), (name(n), 80))  # the longer one counts
     assert known.pays(other)
 
 
@@ -64,21 +66,54 @@ def test_an_end_that_conversations_come_back_to_pays_though_it_was_left() -> Non
     known = Boundaries()
     for n in range(20):
         known.end(name(n), End.ANSWER)
-        known.learn([name(n)])
-        known.leave(name(n))
+        known.learn((name(n), 64))
+        assert known.leave(name(n))
     assert not known.pays(End.LEFT)
     for n in range(20):
-        known.learn([name(n)])
-    assert known.pays(End.LEFT)
+        known.learn((name(n), 64))
+    assert known.pays(End.LEFT) and known.pays(End.ANSWER)
+
+
+def test_what_is_found_shortly_before_prompts_end_pays_for_their_ends_too() -> None:
+    known = Boundaries()
+    for n in range(150):
+        known.end(name(n), End.SHORT)
+        known.learn((name(n), 64))
+    assert known.pays(End.SHORT) and known.pays(End.PROMPT) and not known.pays(End.ANSWER)
+
+
+def test_an_end_is_not_taken_for_a_place_shortly_before_another_one() -> None:
+    known = Boundaries()
+    known.end(name(1), End.PROMPT)
+    known.end(name(1), End.SHORT)
+    known.learn((name(1), 64))
+    assert known.stats()["prompt"].hits == 1 and known.stats()["short"].hits == 0
+
+
+def test_what_is_found_where_nothing_ends_pays_for_what_windows_pass() -> None:
+    known = Boundaries()
+    for n in range(200):
+        known.end(name(n), End.ANSWER)
+        known.learn((name(n), 64))
+    assert not known.pays(End.PASSED)
+    for n in range(20):
+        known.learn((name(n), 64), (name(999), 128))  # half of it would be found by what was passed alone
+    assert known.pays(End.PASSED)
+
+
+def test_where_others_have_been_found_is_a_stem() -> None:
+    known = Boundaries()
+    known.want(name(1))
+    known.learn((name(1), 64))
+    assert known.stats()["stem"].hits == 1 and not known.leave(name(1)), "no end that a conversation goes on from"
 
 
 def test_what_somebody_wants_is_no_end_of_one_conversation_any_more() -> None:
     known = Boundaries()
     known.want(name(1))
     known.end(name(1), End.PROMPT)
-    before = known._credits
-    known.learn([name(1)])
-    assert known._credits == [boundaries.FADES * credit for credit in before]
+    known.learn((name(1), 64))
+    assert known.stats()["prompt"].hits == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["want", "end", "leave", "learn"]), st.integers(0, 9), st.sampled_from(End))))
@@ -89,7 +124,7 @@ def test_equal_stories_have_equal_answers(story: list[tuple[str, int, End]]) -> 
             "want": lambda n, end: known.want(name(n)),
             "end": lambda n, end: known.end(name(n), end),
             "leave": lambda n, end: known.leave(name(n)),
-            "learn": lambda n, end: known.learn([name(n), name(n // 2)]),
+            "learn": lambda n, end: known.learn((name(n // 2), 1 + n), (name(n), 9 + n)),
         }
         for what, n, end in story:
             calls[what](n, end)
@@ -101,17 +136,21 @@ def test_equal_stories_have_equal_answers(story: list[tuple[str, int, End]]) -> 
 
 def test_hits_and_what_was_missed_are_counted_by_the_class_of_their_ends() -> None:
     known = Boundaries()
-    for n, end in enumerate(End):
+    ends = [end for end in End if end not in (End.LEFT, End.STEM, End.PASSED)]  # no text ends there
+    for n, end in enumerate(ends):
         known.end(name(n), end)
         for _ in range(n + 1):
-            known.count(name(n), None)
-        known.count(None, name(n))
-    known.count(name(99), name(98))
-    known.count(None, None)
+            known.learn((name(n), 64))
+        known.learn(None, (name(n), 64))
+    known.learn((name(99), 64), (name(98), 128))
+    known.learn(None)
     stats = known.stats()
     assert list(stats) == [end.name.lower() for end in End]
-    assert [of.hits for of in stats.values()] == [n + 1 for n in range(len(End))]
-    assert {of.missed for of in stats.values()} == {1}
+    assert [(stats[end.name.lower()].hits, stats[end.name.lower()].missed) for end in ends] == [(1, 1), (2, 1), (3, 1)]
+    assert stats["passed"] == EndStats(1, 1, known.pays(End.PASSED)) and stats["left"].hits == stats["stem"].hits == 0
+    known.leave(name(0))
+    known.learn((name(0), 64))
+    assert known.stats()["left"].hits == 1 and known.stats()["prompt"].hits == 2
     assert [of.pays for of in stats.values()] == [known.pays(end) for end in End]
 
 
@@ -165,7 +204,7 @@ def test_models_with_full_attention_alone_have_nothing_to_learn(make_serving) ->
     for k in range(3):
         serving.serve(f"{k}", prompt(0, 33), 9)
     known = inside.boundaries(serving.cache)
-    assert known._credits == [1.0, 1.0, 0.0] and not known._ends and np.size(inside.wanted_keys(known)) <= 1
+    assert known._credits == Boundaries()._credits and not known._ends and np.size(inside.wanted_keys(known)) <= 1
 
 
 def test_a_cache_tells_which_ends_were_found_and_which_would_have_been(make_serving, monkeypatch) -> None:
