@@ -42,6 +42,7 @@ class Retention:
         self._passes = not mode.before_eviction  # else what is passed would be stored
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
+        self._local = [group for group in spec.groups if group.attention.kind is not Kind.FULL]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
 
     # --- a request's way --------------------------------------------------------------------------
@@ -54,7 +55,7 @@ class Retention:
         """
         n, known, goes_on = match.num_tokens, self.boundaries, False
         stop = n
-        if self._is_local.any():
+        if self._local:
             hit = (self._key(seq, n), n) if n else None
             full = match.full_tokens
             if not seq.preemptions:  # else it finds what it has left itself
@@ -127,7 +128,7 @@ class Retention:
         ends pay.
         """
         self._seal_anchors(seq, end)
-        if not self._is_local.any():
+        if not self._local:
             return
         ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
         unit = self._spec.hit_tokens
@@ -150,11 +151,12 @@ class Retention:
         stays = comes_back or pays(End.ANSWER) or (pays(End.PROMPT) and not is_answer)
         if stays or not is_answer:
             self._seal_anchors(seq, end)
-        if not self._is_local.any():
+        if not self._local:
             return
         if stays:
             stop = self._tables.arrays.superseded[:, 1]
-            stop[seq.row] = min(stop[seq.row], self._needed_from(min(self.last_boundaries(end))))
+            last = min(self.last_boundaries(end))
+            stop[seq.row] = min(stop[seq.row], *(g.attention.first_visible(last) for g in self._local))
         if is_answer and not comes_back:
             self._note_ends(seq, end, End.ANSWER)
 
@@ -167,7 +169,7 @@ class Retention:
 
     def _needed_from(self, boundary: int) -> int:
         """The first token that hits at ``boundary``, or shortly before it, need in a local group."""
-        return min(needed_from(g.attention, boundary) for g in self._spec.groups if g.attention.kind is not Kind.FULL)
+        return min(needed_from(group.attention, boundary) for group in self._local)
 
     def cool_in_host(self, seq: Tracked) -> None:
         """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""

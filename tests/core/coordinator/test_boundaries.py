@@ -145,13 +145,13 @@ def test_hits_and_what_was_missed_are_counted_by_the_class_of_their_ends() -> No
     known.learn((name(99), 64), (name(98), 128))
     known.learn(None)
     stats = known.stats()
+    assert [of.pays for of in stats.values()] == [known.pays(end) for end in End]
     assert list(stats) == [end.name.lower() for end in End]
     assert [(stats[end.name.lower()].hits, stats[end.name.lower()].missed) for end in ends] == [(1, 1), (2, 1), (3, 1)]
     assert stats["passed"] == EndStats(1, 1, known.pays(End.PASSED)) and stats["left"].hits == stats["stem"].hits == 0
     known.leave(name(0))
     known.learn((name(0), 64))
     assert known.stats()["left"].hits == 1 and known.stats()["prompt"].hits == 2
-    assert [of.pays for of in stats.values()] == [known.pays(end) for end in End]
 
 
 # --- in a cache -----------------------------------------------------------------------------------

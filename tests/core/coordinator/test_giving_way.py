@@ -97,7 +97,7 @@ def test_what_is_raised_while_requests_give_way_leaves_no_hit_held(make_serving,
     serving.step()
     serving.add("urgent", [*stem, *prompt(2, 20)], 2)
 
-    def interrupted(self, seq):
+    def interrupted(self, seq, comes_back):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
