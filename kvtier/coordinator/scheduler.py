@@ -18,6 +18,7 @@ from collections.abc import Collection
 import numpy.typing as npt
 
 from kvtier.coordinator.admission import Admission
+from kvtier.coordinator.coming import Coming
 from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET
 from kvtier.coordinator.extension import Extension
@@ -53,6 +54,8 @@ class Scheduler:
         self._running = Running(core, max_batched_tokens, max_running)
         self._roster, self._entries = self._running.roster, self._running.entries
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
+        tiers = [self._pools] if self._core.host is None else [self._pools, self._core.host]
+        self._coming = Coming(self._coordinator, self._roster, tiers)
         self._extension = Extension(self._coordinator, self._running, self._preempt, self._finish)
         core.take_over(self, max_running)  # last: other threads see it from here on
 
@@ -231,6 +234,8 @@ class Scheduler:
             self._extension.plan()
         if self._roster.waiting:
             self._admission.admit_waiting(self._entries)
+        if self._roster.waiting:
+            self._coming.keep_warm()
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         step = self._running.make_step()

@@ -86,6 +86,7 @@ class Tracked:
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int, int] = field(default=(0, 0, 0))  # tokens from (device, host, store) by this admission
+    is_warm: bool = False  # its hit was touched since it waits
     seek: Seek | None = None  # what it has asked the remote tier
     arrived_s: float = field(default_factory=time.perf_counter)
     queue_s: float | None = None  # until it first ran
@@ -98,7 +99,7 @@ class Tracked:
 
     def wait_again(self, reason: str) -> None:
         """Back in the queue: its last look at the cache no longer holds."""
-        self.wait, self.wait_reason, self.waits_for = Wait.QUEUE, reason, None
+        self.wait, self.wait_reason, self.waits_for, self.is_warm = Wait.QUEUE, reason, None, False
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
