@@ -91,8 +91,8 @@ class Boundaries:
             _remember(self._ends, name, end)
 
     def leave(self, name: bytes) -> bool:
-        """The request that has found this boundary goes on from it. Returns whether it is an end."""
-        is_end = name in self._ends
+        """The request that has found this boundary goes on from it. Returns whether it is the end of one text."""
+        is_end = self._ends.get(name, End.STEM) is not End.STEM
         if is_end:
             _remember(self._left, name, None)
         return is_end

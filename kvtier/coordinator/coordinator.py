@@ -238,7 +238,7 @@ class Coordinator:
         if state[_PUBLISH]:
             for g, bt in self._full:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
-            if seq.branches:
+            if seq.branches or seq.told:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
                 self._offer(seq, parted)
@@ -285,6 +285,7 @@ class Coordinator:
         seq.row = -1
         seq.ticket = 0
         seq.branches.clear()
+        seq.told.clear()
 
     def disown(self, seq: Tracked) -> None:
         """The request has left, and its text's K and V are wrong: no content under its keys is found again."""

@@ -19,7 +19,7 @@ MAX_TOKEN_ID = 2**31 - 1
 _BOOLS = {bool, np.bool_}
 _OF_REQUEST = frozenset(
     {"request_id", "tokens", "_as_list", "max_new_tokens", "eos_token_ids"}
-    | {"cache_salt", "priority", "adapter", "extra_keys"}
+    | {"cache_salt", "priority", "adapter", "extra_keys", "boundaries"}
 )
 
 
@@ -33,6 +33,9 @@ class Request:
     ``cache_salt``, ``adapter``, ``extra_keys``  partition the prefix cache: two requests share KV only if all three are
                           equal. Extra keys are str, bytes, int and tuples of them.
     ``priority``          smaller is served first; equal priorities in order of arrival.
+    ``boundaries``        numbers of prompt tokens after which other prompts are likely to go on otherwise: where the system
+                          prompt ends, or a document. A hint: it changes what the cache keeps, and nothing else. Each costs
+                          the memory of one window, as long as such places pay.
 
     A request never changes: to assign to one of these raises ``AttributeError``. The constructor raises
     ``InvalidRequest``.
@@ -48,6 +51,7 @@ class Request:
         priority: int = 0,
         adapter: str | None = None,
         extra_keys: Sequence[Any] = (),
+        boundaries: Sequence[int] = (),
     ) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequest(f"request_id must be a non-empty string, got {shown(request_id)}")
@@ -75,6 +79,8 @@ class Request:
             raise InvalidRequest(f"{where}: extra_keys must be a sequence; a set has no order")
         self.extra_keys = _tuple(extra_keys, where, "extra_keys")
         check_extra_keys(self.extra_keys)
+        #: Ascending, each once.
+        self.boundaries = _boundaries(boundaries, len(self.tokens), where)
 
     @property
     def prompt_token_ids(self) -> list[int] | npt.NDArray[np.int32]:
@@ -92,7 +98,7 @@ class Request:
         super().__delattr__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        extra = self.eos_token_ids, self.cache_salt, self.priority, self.adapter, self.extra_keys
+        extra = self.eos_token_ids, self.cache_salt, self.priority, self.adapter, self.extra_keys, self.boundaries
         others = {name: value for name, value in self.__dict__.items() if name not in _OF_REQUEST}
         return type(self), (self.request_id, self.prompt_token_ids, self.max_new_tokens, *extra), others
 
@@ -160,6 +166,16 @@ def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidRequest(f"{where}: {what} must be a sequence, got {shown(values)}")
     return tuple(values)
+
+
+def _boundaries(values: Any, most: int, where: str) -> tuple[int, ...]:
+    if isinstance(values, tuple) and not values:
+        return ()
+    given = _tuple(values, where, "boundaries")
+    found = {n for n in map(integer, given) if n is not None and 0 < n <= most}
+    if len(found) < len({*given}) or not _BOOLS.isdisjoint(map(type, given)):
+        raise InvalidRequest(f"{where}: boundaries must be ints in 1..{most}, the prompt's length, got {shown(values)}")
+    return tuple(sorted(found))
 
 
 def _optional_str(value: Any, where: str, what: str) -> str | None:

@@ -65,8 +65,17 @@ class Retention:
                 goes_on = known.want(hit[0]) and n < last and known.leave(hit[0])
             if self._passes and known.pays(End.PASSED):
                 stop = max(n, self._needed_from(last))
+            seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
         self._tables.arrays.superseded[seq.row] = 0 if seq.went_on_from else n, stop
+
+    def _told(self, seq: Tracked, hit: int) -> set[int]:
+        """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
+        unit = self._spec.hit_tokens
+        told = {n // unit * unit for n in seq.request.boundaries if n // unit * unit > hit}
+        for boundary in told:
+            self.boundaries.end(self._key(seq, boundary), End.STEM)
+        return told if self.boundaries.pays(End.STEM) else set()
 
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of the request's hit are superseded, bool [n]. Block n is logical block ``at`` [n] of its group.
@@ -90,14 +99,17 @@ class Retention:
             self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
     def seal_branches(self, seq: Tracked, computed: int, end: int) -> list[int]:
-        """Tokens from ``computed`` to ``end`` are there now: names the blocks of hits at branches. Others want these
-        boundaries, which are returned."""
-        superseded, sealed = self._tables.arrays.superseded, [b for b in sorted(seq.branches) if computed < b <= end]
+        """Tokens from ``computed`` to ``end`` are there now: names the blocks of hits at branches, which others want, and
+        at the boundaries that the caller has told of. Returns them."""
+        superseded = self._tables.arrays.superseded
+        sealed = [b for b in sorted(seq.branches | seq.told) if computed < b <= end]
         for boundary in sealed:
             self._tables.seal_anchors(seq.row, [boundary], seq.keys)
-            self.boundaries.want(self._key(seq, boundary))
+            if boundary in seq.branches:
+                self.boundaries.want(self._key(seq, boundary))
             superseded[seq.row] = np.maximum(superseded[seq.row], boundary)
             seq.branches.discard(boundary)
+            seq.told.discard(boundary)
         return sealed
 
     def seal_passing(self, seq: Tracked, end: int, known: int) -> None:

@@ -84,6 +84,7 @@ class Tracked:
     waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
     went_on_from: int = 0  # its hit, if no other request had wanted one there: a conversation goes on
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
+    told: set[int] = field(default_factory=set)  # boundaries to anchor at: its caller says that others will part there
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int, int] = field(default=(0, 0, 0))  # tokens from (device, host, store) by this admission
     is_warm: bool = False  # its hit was touched since it waits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import inside
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.driving import Serving, prompt
-from kvtier import FullAttention, SlidingWindow
+from kvtier import FullAttention, InvalidRequest, Request, SlidingWindow
 from kvtier.coordinator import boundaries
 from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.machine.stats import EndStats
@@ -234,3 +235,35 @@ def test_a_request_that_was_preempted_does_not_count_what_it_finds_of_itself(mak
     serving.run()
     assert serving.finished["a"].preemptions
     assert [(of.hits, of.missed) for of in serving.cache.stats().ends.values()] == [(0, 0)] * len(End)
+
+
+def test_what_a_caller_tells_of_is_found_by_the_next_one_who_parts_there(make_serving) -> None:
+    """Without a hint the second finds nothing, and the third what the second has left at the parting."""
+    for told, found in ((), (0, 32, 32)), ((33,), (32, 32, 32)), ((5, 33, 60), (32, 32, 32)):
+        serving = make_serving(SPEC, 300)
+        serving.serve("first", [*prompt(0, 33), *prompt(1, 30)], 9, boundaries=told)
+        later = [[*prompt(0, 33), *prompt(2 + k, 30)] for k in range(3)]
+        assert [serving.serve(f"{k}", text, 9).cached_tokens["device"] for k, text in enumerate(later)] == [*found]
+
+
+def test_hints_that_never_pay_are_not_followed_any_more(make_serving) -> None:
+    serving = make_serving(SPEC, 3000)
+    for k in range(120):
+        text = prompt(2 * k, 33)
+        said = serving.serve(f"{k}", [*text, *prompt(2 * k + 1, 30)], 9, boundaries=(33,)).token_ids
+        serving.serve(f"{k} on", [*text, *prompt(2 * k + 1, 30), *said, 1, 2, 3], 1)
+    assert not serving.cache.stats().ends["stem"].pays
+
+
+@pytest.mark.parametrize("wrong", [(0,), (-1,), (34,), (1.5,), (True,), ("1",), "12", {3: 4}, 7, None])
+def test_boundaries_that_are_no_places_in_the_prompt_are_refused(wrong: object) -> None:
+    with pytest.raises(InvalidRequest, match="boundaries"):
+        Request("a", prompt(0, 33), 1, boundaries=wrong)  # type: ignore[arg-type]
+
+
+def test_a_request_has_its_boundaries_once_each_and_in_order() -> None:
+    request = Request("a", prompt(0, 33), 1, boundaries=[33, np.int64(4), 4])
+    assert request.boundaries == (4, 33)
+    assert pickle.loads(pickle.dumps(request)).boundaries == (4, 33)
+    with pytest.raises(AttributeError):
+        request.boundaries = ()
