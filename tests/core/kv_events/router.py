@@ -18,10 +18,12 @@ STORED |= {"group_idx", "kv_cache_spec_kind"}
 
 
 class Router:
-    """What a listener believes of one engine."""
+    """What a listener believes of one engine. If it ``joins`` an engine that runs, all is told to it at first: what
+    comes before that was news for others."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, joins: bool = False) -> None:
         self._block_tokens = block_tokens
+        self._joins = joins
         self._paths: dict[int, Path] = {}
         self.found: dict[str, set[Path]] = {medium: set() for medium in MEDIA}
 
@@ -34,6 +36,9 @@ class Router:
         """One batch. An event says only what is news, and has its parent there."""
         _, events, rank = msgspec.msgpack.decode(payload)
         assert rank == 0
+        self._joins &= all(event["type"] != "AllBlocksCleared" for event in events)
+        if self._joins:
+            return []
         for event in events:
             match event["type"]:
                 case "BlockStored":

@@ -119,7 +119,7 @@ def replay(address: str, start: int) -> list[tuple[int, bytes]]:
 
 def test_a_listener_hears_prompts_and_what_was_generated_and_nothing_salted(engine):
     one = engine()
-    router = Router(BT)
+    router = Router(BT, joins=True)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
         numbers = hear(listening, router, lambda: True)
         secret = one.serve(prompt(7, 24), 4, cache_salt="tenant")
@@ -134,7 +134,7 @@ def test_a_listener_hears_prompts_and_what_was_generated_and_nothing_salted(engi
 
 
 def test_a_forked_child_tells_listeners_nothing_and_its_parent_goes_on(engine):
-    one, router = engine(), Router(BT)
+    one, router = engine(), Router(BT, joins=True)
 
     def leave() -> str:
         texts = one.publisher.poll(), one.publisher.close()
@@ -163,7 +163,7 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
 
     monkeypatch.setattr(worker.Worker, "_take", held)
     go_on.set()
-    one, router = engine({**STORE, "remote_uri": FakeBackend()}, max_queue_size=1), Router(BT)
+    one, router = engine({**STORE, "remote_uri": FakeBackend()}, max_queue_size=1), Router(BT, joins=True)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
         router.hear(listening.recv_multipart()[2])  # it is greeted: from now on it hears all
         thread, tokens = one.publisher._worker, prompt(0, 18)
@@ -186,7 +186,7 @@ def test_what_is_known_of_the_store_is_not_lost_in_a_full_queue(engine, monkeypa
 
 def test_a_listener_hears_what_only_the_store_has_left_and_when_it_is_left_alone(engine, monkeypatch):
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", 300)
-    one, router = engine({**STORE, "remote_uri": FakeBackend()}), Router(BT)
+    one, router = engine({**STORE, "remote_uri": FakeBackend()}), Router(BT, joins=True)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
         text = one.serve(prompt(0, 18), 7)
         for pools in (inside.pools(one.serving.cache), inside.host(one.serving.cache)):
@@ -209,7 +209,8 @@ def test_nothing_is_recorded_for_a_publisher_whose_thread_has_ended(engine, monk
 
 def test_an_engine_with_a_scheduler_of_its_own_publishes_as_well(make_cache):
     cache = make_cache(GROUPS, 32)
-    manager, publisher, router = CacheManager(cache), KVEventPublisher(cache, ON, interval_s=0.0), Router(BT)
+    manager, router = CacheManager(cache), Router(BT, joins=True)
+    publisher = KVEventPublisher(cache, ON, interval_s=0.0)
     request = Request("A", prompt(0, 15), 2)
     sequence = manager.open(request)
     publisher.add(request)
@@ -227,7 +228,7 @@ def test_who_comes_late_gets_everything_at_once(engine):
     one = engine()
     texts = [one.serve(prompt(k, 16), 1) for k in range(3)]
     for _ in range(2):
-        router = Router(BT)
+        router = Router(BT, joins=True)
         with connected(zmq.SUB, one.publisher.endpoint) as listening:
             hear(listening, router, lambda router=router: all(blocks(text) in router.believed for text in texts))
 
@@ -235,13 +236,13 @@ def test_who_comes_late_gets_everything_at_once(engine):
 def test_a_replay_has_every_batch_from_the_one_asked_for(engine):
     one = engine()
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
-        live = Router(BT)
+        live = Router(BT, joins=True)
         text = one.serve(prompt(0, 18), 7)
         last = hear(listening, live, lambda: blocks(text) in live.believed)[-1]
     found = replay(one.publisher.replay_endpoint, 0)
     numbers = [number for number, _ in found]
     assert numbers == list(range(numbers[0], numbers[-1] + 1)) and last in numbers
-    late = Router(BT)
+    late = Router(BT, joins=True)
     for _, payload in found:
         late.hear(payload)
     assert late.found == live.found
@@ -254,7 +255,7 @@ def test_who_asks_for_what_is_no_longer_kept_gets_all_that_holds(engine, monkeyp
     monkeypatch.setattr(worker, "PART_BLOCKS", part_blocks)
     one = engine(buffer_steps=4)
     texts = [one.serve(prompt(k, 16), 1) for k in range(5)]
-    late, begun = Router(BT), False
+    late, begun = Router(BT, joins=True), False
     for _, payload in replay(one.publisher.replay_endpoint, 0):
         begun = begun or msgspec.msgpack.decode(payload)[1][0] == {"type": "AllBlocksCleared"}
         if begun:
@@ -281,7 +282,7 @@ def test_a_listener_who_reads_nothing_holds_up_nobody(engine):
             if k % 5 == 4:
                 one.serving.cache.reset()
         text = one.serve(prompt(0, 30), 1)
-        told = Router(BT)
+        told = Router(BT, joins=True)
         found = replay(one.publisher.replay_endpoint, 0)
         for _, payload in found:
             told.hear(payload)
@@ -292,7 +293,7 @@ def test_a_listener_who_reads_nothing_holds_up_nobody(engine):
 def test_what_finds_the_thread_behind_is_told_later(engine):
     one = engine(max_queue_size=1)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
-        router = Router(BT)
+        router = Router(BT, joins=True)
         texts = [one.serve(prompt(k, 24), 1) for k in range(4)]
         missed = list(texts)
         while missed:  # a text that was refused is known once its request comes again
@@ -319,15 +320,16 @@ def test_an_error_of_the_thread_ends_the_events_and_not_the_engine(engine, monke
 
 
 def test_close_is_bounded_says_that_nothing_is_there_and_frees_the_addresses(make_serving):
+    others = set(threading.enumerate())
     one = Engine(make_serving)
     with connected(zmq.SUB, one.publisher.endpoint) as listening:
-        router = Router(BT)
+        router = Router(BT, joins=True)
         text = one.serve(prompt(0, 16), 1)
         hear(listening, router, lambda: blocks(text) in router.believed)
         one.publisher.close()
         one.publisher.close()
         hear(listening, router, lambda: not router.believed)
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-kv-events"]
+    assert not [x for x in set(threading.enumerate()) - others if x.name == "kvtier-kv-events"]
     one.serve(prompt(1, 16), 1)  # the engine goes on
     address = {"endpoint": one.publisher.endpoint, "replay_endpoint": one.publisher.replay_endpoint}
     again = KVEventPublisher(one.serving.cache, {**ON, **address})
@@ -348,10 +350,11 @@ def test_a_closed_cache_has_no_news(make_cache):
 
 
 def test_a_publisher_that_nobody_holds_ends(make_cache):
+    others = set(threading.enumerate())
     publisher = KVEventPublisher(make_cache(GROUPS), ON)
     address = publisher.endpoint
     del publisher
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvtier-kv-events"]
+    assert not [x for x in set(threading.enumerate()) - others if x.name == "kvtier-kv-events"]
     with zmq.Context() as context, context.socket(zmq.PUB) as socket:
         socket.bind(address)
 
