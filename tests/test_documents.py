@@ -19,7 +19,12 @@ from kvtier.geometry.spec import Attention, FullAttention, Kind
 
 ROOT = Path(__file__).parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PAGES = [ROOT / "README.md", CONTRIBUTING, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    CONTRIBUTING,
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+]
 CODE = ["kvtier", "runner", "tests", "benchmarks", "tools", "examples"]
 SUFFIXES = {"py", "md", "json", "toml", "so", "gguf"}
 FOREIGN = {

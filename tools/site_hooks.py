@@ -24,7 +24,7 @@ OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANG
 """Pages outside docs/, and their places on the site."""
 FOLDERS = {
     "adr": "# Decisions\n\nEach says what was chosen, what it costs, and what was rejected.",
-    "log": "# Earlier runs\n\nEach keeps figures that a later run has replaced.",
+    "log": "# Earlier runs\n\nFigures by date, and what was run when.",
 }
 """Folders of docs/ that get a page with a list, and what it begins with."""
 

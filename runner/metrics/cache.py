@@ -1,6 +1,6 @@
 """A cache's counts (``CacheStats``) as metric families: vLLM's names if they mean the same, else kvtier's.
 
-docs/METRICS.md lists them all.
+docs/reference/metrics.md lists them all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``Metrics``: the numbers of a served model, for Prometheus. docs/METRICS.md lists them.
+"""``Metrics``: the numbers of a served model, for Prometheus. docs/reference/metrics.md lists them.
 
 Owns       the numbers that only the frontend sees: arrivals, refusals, endings, latencies.
 Promises   every call may come from any thread, and costs a few microseconds. Nothing is done per token, and nothing on

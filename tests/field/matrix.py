@@ -1,4 +1,4 @@
-"""docs/FIELD-BUGS.md as data: what is tested of each entry, by the status that its row gives it.
+"""docs/FIELD-BUGS.md as data: what is tested of each entry, by the status that it has there.
 
 ``python -m tests.field.matrix`` prints the figures; ``test_matrix.py`` checks the page.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -20,20 +20,21 @@ DOCS = sorted((ROOT / "docs").glob("FIELD-BUGS*.md"))
 LAST_ENTRY = {"A": 21, "B": 15, "C": 16, "D": 17, "E": 11, "F": 12, "G": 12, "H": 5, "I": 3, "J": 7, "K": 10}
 ENTRIES = [f"{section}{n}" for section, last in LAST_ENTRY.items() for n in range(1, last + 1)]
 
-COLUMNS = 6  # entry, threads, what went wrong, invariants, status, where tested
+ITEM = re.compile(r"^- \*\*([A-K]-?\d+)\*\* (.*(?:\n  .*)*)", re.MULTILINE)
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
-ENTRY = re.compile(r"[A-K]-?\d+")
+STATUS = re.compile(r"(?<!\*)\*([^*`]+)\*(?!\*): ")
 REFERENCE = re.compile(r"see section [A-K]\b")
 STATUSES = ("tested", "in part", "no part here", "refers")
 
 
-def rows_of(text: str) -> list[list[str]]:
-    """The cells of every table row; an entry such as I-1 is I1."""
+def items_of(text: str) -> list[tuple[str, str, str]]:
+    """Each entry, its status, and what is said of it from there on; an entry such as I-1 is I1."""
     out = []
-    for line in text.splitlines():
-        if line.startswith("|"):
-            name, *cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            out.append([name.replace("-", "") if ENTRY.fullmatch(name) else name, *cells])
+    for name, said in ITEM.findall(text):
+        said = " ".join(said.split())
+        marked = STATUS.search(said)
+        status, rest = (marked[1].lower(), said[marked.end() :]) if marked else ("tested", said)
+        out.append((name.replace("-", ""), status, rest))
     return out
 
 
@@ -45,36 +46,41 @@ def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
-def problems(texts: Iterable[str], entries: Iterable[str], root: Path) -> list[str]:
-    """What is wrong with the tables in these texts; empty if nothing is."""
-    rows = [row for text in texts for row in rows_of(text)]
-    count, found = Counter(row[0] for row in rows if ENTRY.fullmatch(row[0])), []
+def played(folder: Path) -> set[str]:
+    """The entries that tests in this folder are named after: A1 by ``test_a1_...``."""
+    names = {name for path in folder.glob("test_*.py") for name in names_in(path)}
+    return {found[1].upper() for name in names if (found := re.match(r"test_([a-k]\d+)_", name))}
+
+
+def problems(texts: Iterable[str], entries: Iterable[str], root: Path, own: Collection[str] = ()) -> list[str]:
+    """What is wrong with the lists in these texts; empty if nothing is. ``own``: entries that tests are named after."""
+    texts = [*texts]
+    items = [item for text in texts for item in items_of(text)]
+    count, found = Counter(name for name, _, _ in items), []
     wanted = set(entries)
-    found += [f"{entry}: {count[entry]} rows" for entry in sorted(wanted) if count[entry] != 1]
+    found += [f"{entry}: {count[entry]} times" for entry in sorted(wanted) if count[entry] != 1]
     found += [f"{entry}: not in the list" for entry in sorted(set(count) - wanted)]
+    for entry, status, said in items:
+        if status not in STATUSES:
+            found.append(f"{entry}: {status!r} is no status")
+        elif lacks := _lacks(status, said, entry in own):
+            found.append(f"{entry}: {status}, but {lacks}")
     known: dict[str, set[str]] = {}
-    for entry, *cells in rows:
-        if entry in count and (len(cells) != COLUMNS - 1 or not all(cells)):
-            found.append(f"{entry}: not {COLUMNS} filled cells")
-        elif entry in count and cells[-2] not in STATUSES:
-            found.append(f"{entry}: {cells[-2]!r} is no status")
-        elif entry in count and (lacks := _lacks(*cells[-2:])):
-            found.append(f"{entry}: {cells[-2]}, but {lacks}")
-        for path, name in TEST.findall(" ".join(cells)):
-            if path not in known:
-                known[path] = names_in(root / path)
-            if name not in known[path]:
-                found.append(f"{entry}: there is no {path}::{name}")
+    for path, name in (test for text in texts for test in TEST.findall(text)):
+        if path not in known:
+            known[path] = names_in(root / path)
+        if name not in known[path]:
+            found.append(f"there is no {path}::{name}")
     return found
 
 
-def _lacks(status: str, where: str) -> str:
-    """What a row of this status should say in its last cell, and does not; "" if nothing."""
-    if status in ("tested", "in part") and not TEST.search(where):
+def _lacks(status: str, said: str, has_own: bool) -> str:
+    """What an entry of this status should have, and has not; "" if nothing."""
+    if status in ("tested", "in part") and not has_own and not TEST.search(said):
         return "no test is named"
-    if status == "refers" and not REFERENCE.search(where):
+    if status == "refers" and not REFERENCE.search(said):
         return "not to what"
-    if status in ("in part", "no part here") and not re.search(r"\w", TEST.sub("", where)):
+    if status in ("in part", "no part here") and not re.search(r"\w", TEST.sub("", said)):
         return "not why"
     return ""
 
@@ -82,9 +88,8 @@ def _lacks(status: str, where: str) -> str:
 def covered(text: str) -> dict[str, Counter[str]]:
     """For each section, how many entries have which status."""
     found: dict[str, Counter[str]] = {}
-    for entry, *cells in rows_of(text):
-        if ENTRY.fullmatch(entry):
-            found.setdefault(entry[0], Counter())[cells[-2]] += 1
+    for entry, status, _ in items_of(text):
+        found.setdefault(entry[0], Counter())[status] += 1
     return found
 
 

@@ -173,7 +173,8 @@ def test_documents_and_dashboards_name_what_there_is(served: tuple[Any, Metrics]
     add_remote(store, counts.stats("file", True, False, 0))
     types |= {family.name: family.type for family in store.made}
     exposed = {name + ("_total" if kind == "counter" else ""): kind for name, kind in types.items()}
-    rows = re.findall(r"^\| `([a-z]+:\w+)[^`]*` \| (\w+) \|", (DOCS / "METRICS.md").read_text(encoding="utf-8"), re.M)
+    page = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z]+:\w+)[^`]*` \| (\w+) \|", page, re.M)
     assert dict(rows) == exposed
     assert len(rows) == len(exposed), "a metric is described twice"
 

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { $, count, el, rate, say, svg } from "./dom.js";
 
-const DASHES = 5; // kinds of lines in the style sheet
+const DASHES = 6; // kinds of lines in the style sheet
 
 const swatch = (cls) =>
   svg(
