@@ -93,7 +93,7 @@ def _missed(missed: Missed) -> str:
     if missed.why == "parted":
         return f"{tokens}: no text that is remembered goes on like this"
     if missed.why == "not_kept":
-        what = f"{tokens}: {missed.group} kept nothing for a hit that ends there"
+        what = f"{tokens}: {missed.group} had nothing for a hit that ends there"
         return what + (
             f", at {_ENDS[missed.ended]}: such ends did not pay" if missed.ended else "; no text had ended there"
         )

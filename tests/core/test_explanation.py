@@ -333,7 +333,7 @@ def test_an_end_that_does_not_pay_is_told_from_what_was_pushed_out(make_serving,
     serving.serve("on", [*said, *prompt(1, 9)], 1)
     [not_kept, parted] = missed(serving, "on")
     assert not_kept == (20, 44, "not_kept", "win", "answer") and parted[2] == "parted"
-    assert "win kept nothing for a hit that ends there, at an answer's end: such ends did not pay" in str(
+    assert "win had nothing for a hit that ends there, at an answer's end: such ends did not pay" in str(
         told(serving, "on")
     )
 
@@ -343,7 +343,7 @@ def test_where_prompts_part_for_the_first_time_nothing_was_kept(make_serving):
     for n in range(3):
         serving.serve(f"{n}", [*prompt(0, 20), *prompt(n + 1, 13)], 1)
     assert missed(serving, "1")[0] == (0, 20, "not_kept", "win", "")
-    assert "win kept nothing for a hit that ends there; no text had ended there" in str(told(serving, "1"))
+    assert "win had nothing for a hit that ends there; no text had ended there" in str(told(serving, "1"))
     assert missed(serving, "2") == [(20, 32, "parted", "", "")]
     serving.serve("large", prompt(9, 237), 1)
     serving.serve("3", [*prompt(0, 20), *prompt(7, 13)], 1)

@@ -92,6 +92,14 @@ def test_pools_requests_and_sources_are_shown_as_they_change(tab: browser.Tab, p
     tab.until(f"{full}.querySelector('path.cached').getAttribute('d').length > 20")
     label = tab.run(f"{full}.querySelector('svg').getAttribute('aria-label')")
     assert label.startswith("full, device, now: ") and f"cached {stats.cached:,}" in label
+    ends = pages.llm.cache.stats().ends
+    for name, of in ends.items():
+        tab.until(f"{TEXT.format('ends')}.includes('{name} {of.hits:,}, {'kept' if of.pays else 'not kept'}')")
+    hits = "[...document.querySelectorAll('#flow figure')].find((f) => f.textContent.startsWith('Hits by end'))"
+    assert any(of.hits for of in ends.values())
+    tab.until(f"{hits}.querySelector('path.end-0').getAttribute('d').length > 20")
+    style = "((s) => s.strokeDasharray + s.strokeWidth)(getComputedStyle(p))"
+    assert tab.run(f"new Set([...{hits}.querySelectorAll('path.line[d]')].map((p) => {style})).size") == len(ends)
     # the same in a table, for those who cannot see the picture
     tab.run(f"{full}.querySelector('details').open = true")
     assert tab.until(f"{full}.querySelectorAll('td')[12].textContent") == f"{stats.cached:,}"

@@ -96,6 +96,10 @@ def test_pools_and_tokens_are_those_of_the_metrics(web: httpx.Client, llm: Async
     assert sum(grown.values()) == stats.prefix_tokens["queried"]
     assert grown["device"] - before.prefix_tokens["device"] == 192
     assert found["generated"] == stats.generated_tokens
+    assert past["server"]["ends"] == list(stats.ends)
+    for name, of in stats.ends.items():
+        assert [found[f"ends.{name}.{what}"] for what in ("hits", "missed", "pays")] == [of.hits, of.missed, of.pays]
+    assert sum(of.hits for of in stats.ends.values()) == sum(of.hits for of in before.ends.values()) + 1
     assert found["stored_bytes"] == stats.transfers.stored_bytes
     last = told["finished"][-1]
     assert [last[name] for name in ("prompt", "device", "host", "generated", "reason")] == [200, 192, 0, 3, "length"]

@@ -16,6 +16,7 @@ import numpy as np
 from kvtier import CacheStats
 from kvtier.coordinator.tracked import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
+from kvtier.geometry.spec import Kind
 from kvtier.machine.stats import PoolStats, RemoteStats
 from runner.server.page.finished import Finished
 from runner.server.page.names import Names
@@ -30,6 +31,8 @@ _REMOTE = ("live", "spilled_bytes", "fetched_bytes", "spilled_objects", "fetched
           "missed_objects", "damaged_objects", "refused_objects", "failed_spills", "failed_fetches", "expired",
           "not_worth")  # fmt: skip
 """Fields of ``RemoteStats``, if there is a remote tier."""
+_OF_ENDS = ("hits", "missed", "pays")
+"""Fields of ``EndStats``, for models with windows or chunks."""
 _COUNTERS = ("tokens.device", "tokens.host", "tokens.computed", "prefilled", "generated", "stored_bytes",
              "loaded_bytes", "failed_stores", "failed_loads", "dropped_blocks", "preemptions", "finished",
              "refused")  # fmt: skip
@@ -52,8 +55,12 @@ class Snapshots:
         self._tiers = ("device", "host") if stats.host else ("device",)
         pools = [f"{tier}.{group}.{place}" for tier in self._tiers for group in self._groups for place in PLACES]
         waits = [f"waiting.{wait.value}" for wait in Wait]
+        self._ends = (
+            () if all(g.attention.kind is Kind.FULL for g in served.llm.cache.spec.groups) else tuple(stats.ends)
+        )
+        ends = [f"ends.{name}.{of}" for name in self._ends for of in _OF_ENDS]
         remote = () if stats.remote is None else ("tokens.remote", *(f"remote.{name}" for name in _REMOTE))
-        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools, *remote)
+        self.columns = ("time", "running", *waits, "transfers", *_COUNTERS, *pools, *ends, *remote)
         """Names of a snapshot's ``numbers``. ``time``: milliseconds since 1970."""
 
     def facts(self) -> dict[str, Any]:
@@ -70,6 +77,7 @@ class Snapshots:
                 name: {"block_tokens": pool.block_tokens, "block_bytes": pool.block_bytes}
                 for name, pool in stats.device.items()
             },
+            "ends": list(self._ends),
             "remote": None if stats.remote is None else {"kind": stats.remote.kind},
         }
 
@@ -135,6 +143,7 @@ class Snapshots:
         for pools in (stats.device, stats.host)[: len(self._tiers)]:
             for pool, loads in zip(pools.values(), loading, strict=True):
                 found += _places(pool, loads)
+        found += [int(getattr(stats.ends[name], of)) for name in self._ends for of in _OF_ENDS]
         if stats.remote is not None:
             found += [from_remote, *(getattr(stats.remote, name) for name in _REMOTE)]
         return found

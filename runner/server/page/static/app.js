@@ -7,6 +7,7 @@ import { Asking } from "./ask.js";
 import { Requests } from "./requests.js";
 import { Store } from "./store.js";
 import { key, watch } from "./stream.js";
+import { Ends } from "./ends.js";
 import { RemoteTier } from "./remote.js";
 
 const store = new Store(),
@@ -15,6 +16,7 @@ const store = new Store(),
 let pools = null,
   remote = null,
   flow = null,
+  ends = null,
   known = "",
   newest = null,
   isPaused = false,
@@ -39,6 +41,7 @@ function draw() {
     pools.update(store, windowS);
     remote?.update(store, newest, windowS);
     flow.update(store, windowS);
+    ends?.update(store, windowS);
     requests.update(store, newest);
   });
 }
@@ -75,6 +78,7 @@ const again = watch("watch", {
       pools = new Pools(past.server);
       remote = past.server.remote ? new RemoteTier(past.server) : null;
       flow = new Flow(past.server);
+      ends = past.server.ends.length ? new Ends(past.server) : null;
     }
     known = JSON.stringify(past.server);
   },
