@@ -184,8 +184,3 @@ WORKLOADS: dict[str, Callable[[], list[Ask]]] = {
     "bestofn": lambda: best_of(8),
     "rag": lambda: documents(6),
 }
-
-
-def first_of(asked: list[Ask], requests: int | None) -> list[Ask]:
-    """The first of them; None: all."""
-    return asked if requests is None else asked[:requests]
