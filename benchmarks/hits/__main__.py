@@ -1,9 +1,9 @@
-"""``python -m benchmarks.hits [--vllm PYTHON] [--quick] [--json PATH] ...``: hit rates of kvtier beside vLLM's, and beside
-the bound of a cache without limits.
+"""``python -m benchmarks.hits [--vllm PYTHON] [--quick] [--json PATH] ...``: hit rates of kvtier, of vLLM, and of a
+cache without limits.
 
 A memory is a share of the working set: the full layers of all tokens, and a window for each session; both engines have
-the same bytes. Everything is real but the bytes' content and the answers, which are given. ``--vllm`` is a Python in whose
-environment vLLM is; without it only kvtier is measured.
+the same bytes. Everything is real but what the bytes hold, and the answers, which are given. ``--vllm`` is a Python
+in whose environment vLLM is; without it only kvtier is measured.
 """
 
 from __future__ import annotations
@@ -16,41 +16,63 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.hits.rows import KVTIER, VLLM, Cell, Engines, Memory, Row
+from benchmarks.hits.figure import draw
+from benchmarks.hits.rows import KVTIER, MARGIN, VLLM, Cell, Engines, Memory, Row, below
 from benchmarks.hits.shapes import SHAPES
+from benchmarks.hits.sources import NAMES
 from benchmarks.hits.workloads import WORKLOADS
 from benchmarks.machine import describe
 from benchmarks.output import stdout
 
-MARGIN = 0.005
-"""A row whose rate is lower than vLLM's by more than this is named."""
+ALL: dict[str, list[Any]] = {
+    "workloads": list(WORKLOADS),
+    "shapes": list(SHAPES),
+    "memories": ["0.1", "0.25", "0.5", "1", "0.25+1"],
+    "at_once": [1, 16],
+}
+QUICK: dict[str, list[Any]] = {
+    "workloads": ["chat", "think", "drop40", "retrim", "roundrobin", "burst", "zipf"],
+    "shapes": ["gemma3"],
+    "memories": ["0.25", "1"],
+    "at_once": [1],
+}
+TOO_SMALL = {"roundrobin": ["0.8"]}
+"""Memories that a workload is measured with too: what is asked for in strict turn, and a fifth of it has no room."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--memories", nargs="+", metavar="DEVICE[+HOST]", help="shares of the working set",
-                        default=["0.1", "0.25", "0.5", "1", "0.25+1"])  # fmt: skip
-    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 16], help="requests that run at a time")
+    parser.add_argument("--workloads", nargs="+", choices=NAMES, help="default: all but traces, and these too if given")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--memories", nargs="+", metavar="DEVICE[+HOST]", help="shares of the working set")
+    parser.add_argument("--at-once", nargs="+", type=int, help="requests that run at a time")
     parser.add_argument("--requests", type=int, help="of each workload, from its beginning (default: all)")
+    parser.add_argument("--quick", action="store_true", help="few rows, about two minutes")
+    parser.add_argument("--traces", metavar="DIR", help="a folder of traces, see benchmarks/hits/traces.py")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that can import vLLM")
-    parser.add_argument("--known", type=Path, help="a result: its figures of vLLM are taken for the same texts")
+    parser.add_argument("--known", type=Path, nargs="+", default=[], help="results: vLLM's figures for the same texts")
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
+    parser.add_argument("--figure", type=Path, help="draw the shares of the bound here (a .png)")
     args = parser.parse_args()
+    given = {name: getattr(args, name) for name in ALL}
+    chosen = {name: given[name] or (QUICK if args.quick else ALL)[name] for name in ALL}
+    if args.traces and not args.workloads and not args.quick:
+        chosen["workloads"] = list(NAMES)
     cells = [
         Cell(workload, shape, Memory.parse(memory), at_once, args.requests)
-        for workload in args.workloads
-        for shape in args.shapes
-        for memory in args.memories
-        for at_once in args.at_once
+        for workload in chosen["workloads"]
+        for shape in chosen["shapes"]
+        for memory in chosen["memories"] + ([] if given["memories"] else TOO_SMALL.get(workload, []))
+        for at_once in chosen["at_once"]
     ]
     pythons = {KVTIER: sys.executable} | ({VLLM: args.vllm} if args.vllm else {})
-    engines = Engines(pythons, None)
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "known")}
+    engines = Engines(pythons, args.traces)
+    settings = {"quick": args.quick, "requests": args.requests, **chosen}
     result: dict[str, Any] = {"machine": describe(), "settings": settings, "rows": []}
-    before = _known(args.known)
+    known = [json.loads(path.read_text(encoding="utf-8")) for path in args.known]
+    before = {(_cell(row), row["digest"]): row[VLLM] for of in known for row in of["rows"] if VLLM in row}
+    result["known"] = [{"machine": of["machine"], "versions": of.get("versions")} for of in known]
     for row in engines.serve_all(cells, lambda cell, digest: before.get((cell, digest)), args.jobs):
         print(_line(row), file=sys.stderr, flush=True)
         result["versions"] = engines.versions
@@ -61,17 +83,14 @@ def main() -> int:
     result["rows"].sort(key=lambda row: place[_cell(row)[:4]])
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.figure:
+        draw(result, args.figure)
     _show(result["rows"])
     return 0
 
 
 def _cell(row: Row) -> Cell:
     return Cell(row["workload"], row["shape"], Memory.parse(row["memory"]), row["at_once"], row["requests"])
-
-
-def _known(path: Path | None) -> dict[tuple[Cell, str], Row]:
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path else []
-    return {(_cell(row), row["digest"]): row[VLLM] for row in rows if VLLM in row}
 
 
 def _line(row: Row) -> str:
@@ -81,11 +100,6 @@ def _line(row: Row) -> str:
 
 def _name(row: Row) -> str:
     return f"{row['workload']} {row['shape']} {row['memory']} x{row['at_once']}"
-
-
-def below(row: Row) -> bool:
-    """Whether vLLM finds more than kvtier, and by more than the margin."""
-    return VLLM in row and bool(row[KVTIER]["rate"] < row[VLLM]["rate"] - MARGIN)
 
 
 def _show(rows: list[Row]) -> None:

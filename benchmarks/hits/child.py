@@ -22,10 +22,10 @@ from benchmarks.hits.workloads import Ask
 
 
 class Sizes(NamedTuple):
-    """Of the memories, in tokens of one layer."""
+    """Of the memories."""
 
-    device: int
-    host: int = 0
+    device_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Task(NamedTuple):
 
     workload: str
     shape: str
-    device: int
-    host: int
+    device_bytes: int
+    host_bytes: int
     at_once: int
     requests: int | None
     traces: str | None
@@ -84,7 +84,7 @@ def answer_all(serve: Serve, versions: dict[str, Any]) -> None:
         task = Task(*json.loads(line))
         asked, block_tokens, digest = _asked(task.workload, task.requests, task.traces)
         begun_s = time.process_time()
-        found = serve(asked, SHAPES[task.shape], block_tokens, Sizes(task.device, task.host), task.at_once)
+        found = serve(asked, SHAPES[task.shape], block_tokens, Sizes(task.device_bytes, task.host_bytes), task.at_once)
         row = {**asdict(found), "rate": found.rate, "cpu_s": time.process_time() - begun_s, "digest": digest}
         print(json.dumps(row), file=answers, flush=True)
 

@@ -15,7 +15,14 @@ from benchmarks.hits.sources import asks_of
 
 KVTIER, VLLM = "kvtier", "vllm"
 MODULES = {KVTIER: "benchmarks.hits.serve", VLLM: "benchmarks.hits.vllm"}
+MARGIN = 0.005
+"""A row whose rate is lower than vLLM's by more than this is below."""
 Row = dict[str, Any]
+
+
+def below(row: Row) -> bool:
+    """Whether vLLM finds more than kvtier, and by more than the margin."""
+    return VLLM in row and bool(row[KVTIER]["rate"] < row[VLLM]["rate"] - MARGIN)
 
 
 class Memory(NamedTuple):
@@ -71,7 +78,7 @@ class Engines:
         """The row. ``known``: vLLM's side of the row of this cell and digest, if it has been measured before."""
         with self._lock:
             whole, digest = self._measured(cell.workload, cell.requests)
-        size = SHAPES[cell.shape].working_set(whole.distinct_tokens, whole.sessions)
+        size = SHAPES[cell.shape].working_set_bytes(whole.distinct_tokens, whole.sessions)
         task = Task(
             cell.workload,
             cell.shape,

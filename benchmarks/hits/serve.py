@@ -1,4 +1,4 @@
-"""Serves a workload with kvtier's own scheduler and pools; answers are forced. The bytes of a token are scaled down."""
+"""Serves a workload with kvtier's own scheduler and pools; answers are forced. No byte is held or moved."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from benchmarks.hits.shapes import Local, Shape
 from benchmarks.hits.workloads import Ask
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 
-TOKEN_BYTES = 4
-"""In a layer: K and V of one head of one number."""
-
 
 def spec_of(shape: Shape, block_tokens: int) -> CacheSpec:
-    """The shape with ``TOKEN_BYTES``."""
-    layers = [GroupSpec("full", FullAttention(), shape.full_layers, 1, 1, block_tokens=block_tokens, dtype="bfloat16")]
+    """As kvtier describes it."""
+    heads, size, dtype = shape.num_kv_heads, shape.head_dim, "bfloat16"
+    layers = [GroupSpec("full", FullAttention(), shape.full_layers, heads, size, dtype, block_tokens)]
     if shape.local is not Local.NONE:
-        local = {Local.WINDOW: SlidingWindow, Local.CHUNK: ChunkedLocal}[shape.local](shape.span_tokens)
-        layers.append(GroupSpec("local", local, shape.local_layers, 1, 1, block_tokens=block_tokens, dtype="bfloat16"))
+        span = shape.span_tokens
+        local = SlidingWindow(span) if shape.local is Local.WINDOW else ChunkedLocal(span)
+        layers.append(GroupSpec("local", local, shape.local_layers, heads, size, dtype, block_tokens))
     return CacheSpec(layers)
 
 
@@ -35,10 +34,15 @@ def serve(
 ) -> Found:
     """``at_once``: requests that run at a time."""
     order, said, found = Order(asked, at_once), dict[str, int](), Found()
-    device_bytes, host_bytes = (TOKEN_BYTES * size for size in sizes)
-    with KVCache(
-        spec_of(shape, block_tokens), device_bytes=device_bytes, host_bytes=host_bytes, key_secret=b"s", model_id="m"
-    ) as cache:
+    cache = KVCache(
+        spec_of(shape, block_tokens),
+        device_bytes=sizes.device_bytes,
+        host_bytes=sizes.host_bytes,
+        device="meta",
+        key_secret=b"s",
+        model_id="m",
+    )
+    with cache:
         scheduler = Scheduler(cache, max_batched_tokens=step_tokens, max_running=at_once)
         while order:
             for k in order.begin():

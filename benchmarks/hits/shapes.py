@@ -24,10 +24,15 @@ class Shape(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
-    def working_set(self, distinct_tokens: int, sessions: int) -> int:
-        """Tokens times layers: all tokens in full layers, and one window (half a chunk, on average) a session."""
+    @property
+    def layer_token_bytes(self) -> int:
+        """K and V of a token in a layer, in bfloat16."""
+        return 2 * self.num_kv_heads * self.head_dim * 2
+
+    def working_set_bytes(self, distinct_tokens: int, sessions: int) -> int:
+        """All tokens in full layers, and one window (half a chunk, on average) a session."""
         kept = self.span_tokens // (2 if self.local is Local.CHUNK else 1)
-        return distinct_tokens * self.full_layers + sessions * self.local_layers * kept
+        return self.layer_token_bytes * (distinct_tokens * self.full_layers + sessions * self.local_layers * kept)
 
 
 SHAPES = {

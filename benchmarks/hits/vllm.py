@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -54,11 +54,6 @@ def specs(shape: Shape, block_tokens: int) -> dict[str, Any]:
     return layers
 
 
-def token_bytes(shape: Shape) -> int:
-    """Of K and V in one layer."""
-    return 2 * shape.num_kv_heads * shape.head_dim * 2
-
-
 class Engine:
     """Its scheduler, and a model runner that says the given tokens."""
 
@@ -66,15 +61,14 @@ class Engine:
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.structured_output import StructuredOutputManager
 
-        per = token_bytes(shape)
         transfer = None
-        if sizes.host:
-            transfer = {"kv_role": "kv_both", **CONNECTORS[OFFLOADING](sizes.host * per)}
+        if sizes.host_bytes:
+            transfer = {"kv_role": "kv_both", **CONNECTORS[OFFLOADING](sizes.host_bytes)}
         config = engine_config(1, at_once, step_tokens, transfer)
         config.cache_config.block_size = block_tokens
         config.cache_config.num_gpu_blocks_override = None
         groups = kv_cache_utils.get_kv_cache_groups(config, specs(shape, block_tokens))
-        found = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, sizes.device * per)
+        found = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, sizes.device_bytes)
         found = kv_cache_utils.generate_scheduler_kv_cache_config([found])
         config.cache_config.num_gpu_blocks = found.num_blocks
         self.settings = {
@@ -97,6 +91,18 @@ class Engine:
         self._hasher = _hasher(block_tokens)
         self.ran = 0
         self._worker = WORKERS[OFFLOADING]() if transfer else None
+        self._brought: dict[str, int] = {}
+        if transfer:
+            self.scheduler.connector.update_state_after_alloc = self._told(
+                self.scheduler.connector.update_state_after_alloc
+            )
+
+    def _told(self, call: Callable[..., None]) -> Callable[..., None]:
+        def told(request: Any, blocks: Any, num_external_tokens: int) -> None:
+            call(request, blocks, num_external_tokens)
+            self._brought.setdefault(request.request_id, num_external_tokens)
+
+        return told
 
     def add(self, name: str, ask: Ask) -> Any:
         """vLLM's request."""
@@ -119,8 +125,11 @@ class Engine:
 
         self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
-    def step(self, answers: dict[str, Any]) -> dict[str, int]:
-        """The tokens that each request has found that runs for the first time. ``ran``: how many requests ran."""
+    def step(self, answers: dict[str, Any]) -> dict[str, tuple[int, int]]:
+        """By request that runs for the first time, tokens that it has found on the device and in the host's memory.
+
+        ``ran``: how many requests ran.
+        """
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         output = self.scheduler.schedule()
@@ -144,7 +153,9 @@ class Engine:
             ),
         )
         self.ran = len(names)
-        return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        brought = {new.req_id: self._brought.get(new.req_id, 0) for new in output.scheduled_new_reqs}
+        new = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        return {name: (new[name] - brought[name], brought[name]) for name in new}
 
 
 def serve(
@@ -157,7 +168,8 @@ def serve(
 ) -> Found:
     """``at_once``: requests that run at a time."""
     engine = Engine(shape, block_tokens, sizes, at_once, step_tokens)
-    order, running, hits, idle = Order(asked, at_once), dict[str, Any](), dict[str, int](), 0
+    order, running, idle = Order(asked, at_once), dict[str, Any](), 0
+    hits: dict[str, tuple[int, int]] = {}
     found = Found(settings=engine.settings)
     while order:
         for k in order.begin():
@@ -167,13 +179,14 @@ def serve(
         for name, request in list(running.items()):
             if idle >= PATIENCE:
                 engine.abandon(name)
-                hits[name] = 0
+                hits[name] = 0, 0
             if request.is_finished():
                 del running[name]
                 order.end(int(name))
                 found.prompt_tokens += len(asked[int(name)].prompt)
                 found.failed += idle >= PATIENCE
-                found.tiers["device"] += hits.pop(name)
+                for tier, count in zip(found.tiers, hits.pop(name), strict=True):
+                    found.tiers[tier] += count
     return found
 
 
