@@ -43,8 +43,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panels[0, 0].set_ylabel("kvtier, % of the bound")
     lines = [Line2D([], [], marker="o", linestyle="", color=colours[m], label=f"memory {m}") for m in memories]
     if len({row["at_once"] for row in rows}) > 1:
-        hollow = {"marker": "o", "linestyle": "", "color": "#555555", "markerfacecolor": "none"}
-        lines.append(Line2D([], [], **hollow, label="several at once"))
+        lines.append(
+            Line2D([], [], marker="o", linestyle="", color="#555555", markerfacecolor="none", label="several at once")
+        )
     figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

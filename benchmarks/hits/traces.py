@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ _MOONCAKE_BLOCK = 512
 
 def text_of(space: int, ids: npt.NDArray[np.int64], block_tokens: int) -> Tokens:
     """The text of these blocks; ids of different spaces are different blocks."""
-    x = np.uint64(space << 40) + ids.astype(np.uint64)[:, None] * np.uint64(block_tokens)
+    x: npt.NDArray[Any] = np.uint64(space << 40) + ids.astype(np.uint64)[:, None] * np.uint64(block_tokens)
     x = (x + np.arange(block_tokens, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
