@@ -5,6 +5,7 @@ Steps are not audited here: other tests do that, and these have thousands.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,17 @@ from benchmarks.hits.order import Order
 from benchmarks.hits.rows import below
 from benchmarks.hits.serve import serve
 from benchmarks.hits.shapes import SHAPES
-from benchmarks.hits.workloads import WORKLOADS, Ask, Habit, chats
+from benchmarks.hits.workloads import PLAIN, WORKLOADS, Ask, Habit, chats
 
 BLOCK = 16
 TALK = Habit(dropped=3, thought=40, edited=0.5, retrimmed=0.5)
 
 
 def small() -> list[Ask]:
-    """Conversations of all habits."""
-    return chats(1, sessions=4, turns=3, habit=TALK, first=200)
+    """Conversations whose answers are kept, others of all habits, and a prompt of whole blocks, twice."""
+    kept, others = (chats(seed, sessions=3, turns=3, habit=habit, first=200) for seed, habit in ((1, PLAIN), (2, TALK)))
+    again = Ask(9, kept[-1].prompt[: 4 * BLOCK], kept[-1].answer)
+    return [*kept, *(replace(ask, session=ask.session + 3) for ask in others), again, again]
 
 
 def longest(prompt: Any, texts: list[Any]) -> int:
