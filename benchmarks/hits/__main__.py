@@ -50,7 +50,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few rows, about two minutes")
     parser.add_argument("--traces", metavar="DIR", help="a folder of traces, see benchmarks/hits/traces.py")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that can import vLLM")
-    parser.add_argument("--known", type=Path, nargs="+", default=[], help="results: vLLM's figures for the same texts")
+    parser.add_argument(
+        "--known",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="results: vLLM's figures of the same rows and texts are taken from them",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
     parser.add_argument("--figure", type=Path, help="draw the shares of the bound here (a .png)")
@@ -115,9 +121,10 @@ def _show(rows: list[Row]) -> None:
         place = row["workload"], row["shape"], row["memory"], str(row["at_once"])
         table.add_row(*place, *cells, failed, "below" if below(row) else "")
     stdout().print(table)
-    worse = [row for row in rows if below(row)]
-    print(f"{len(worse)} of {len(rows)} rows are below vLLM by more than {100 * MARGIN:g} points"
-          + "".join(f"\n  {_line(row)}" for row in worse))  # fmt: skip
+    worse, compared = [row for row in rows if below(row)], sum(VLLM in row for row in rows)
+    if compared:
+        print(f"{len(worse)} of {compared} rows are below vLLM by more than {100 * MARGIN:g} points", *map(_line, worse),
+              sep="\n  ")  # fmt: skip
 
 
 if __name__ == "__main__":

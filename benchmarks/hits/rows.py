@@ -50,6 +50,10 @@ class Cell(NamedTuple):
     requests: int | None = None
 
 
+Known = Callable[[Cell, str], Row | None]
+"""vLLM's side of the row of a cell and of texts with a digest, if it has been measured before."""
+
+
 class Engines:
     """Processes that serve, one of each engine for each thread that asks. ``pythons``: by engine."""
 
@@ -74,8 +78,8 @@ class Engines:
         made: Child = getattr(self._of, engine)
         return made
 
-    def serve(self, cell: Cell, known: Callable[[Cell, str], Row | None]) -> Row:
-        """The row. ``known``: vLLM's side of the row of this cell and digest, if it has been measured before."""
+    def serve(self, cell: Cell, known: Known) -> Row:
+        """The row; with vLLM's side if it is known or there is a Python for it."""
         with self._lock:
             whole, digest = self._measured(cell.workload, cell.requests)
         size = SHAPES[cell.shape].working_set_bytes(whole.distinct_tokens, whole.sessions)
@@ -89,16 +93,20 @@ class Engines:
             self._traces,
         )
         row: Row = {**cell._asdict(), "memory": str(cell.memory), "digest": digest, "bound": whole.rate}
-        for engine in self._pythons:
-            side = known(cell, digest) if engine == VLLM else None
-            if side is None:
-                side = self._child(engine).serve(task)
-                if side.pop("digest") != digest:
-                    raise RuntimeError(f"{engine} was asked for other texts: NumPy's generators differ")
-            row[engine] = side
-        return row
+        row |= {"device_bytes": task.device_bytes, "host_bytes": task.host_bytes}
+        row[KVTIER] = self._ask(KVTIER, task, digest)
+        theirs = known(cell, digest)
+        if theirs is None and VLLM in self._pythons:
+            theirs = self._ask(VLLM, task, digest)
+        return row if theirs is None else row | {VLLM: theirs}
 
-    def serve_all(self, cells: Sequence[Cell], known: Callable[[Cell, str], Row | None], jobs: int) -> Iterator[Row]:
+    def _ask(self, engine: str, task: Task, digest: str) -> Row:
+        side = self._child(engine).serve(task)
+        if side.pop("digest") != digest:
+            raise RuntimeError(f"{engine} was asked for other texts: NumPy's generators differ")
+        return side
+
+    def serve_all(self, cells: Sequence[Cell], known: Known, jobs: int) -> Iterator[Row]:
         """Rows as they come, ``jobs`` at a time."""
         with ThreadPoolExecutor(jobs) as pool:
             try:
