@@ -123,8 +123,9 @@ def _show(rows: list[Row]) -> None:
     stdout().print(table)
     worse, compared = [row for row in rows if below(row)], sum(VLLM in row for row in rows)
     if compared:
-        print(f"{len(worse)} of {compared} rows are below vLLM by more than {100 * MARGIN:g} points", *map(_line, worse),
-              sep="\n  ")  # fmt: skip
+        print(f"{len(worse)} of {compared} rows are below vLLM by more than {100 * MARGIN:g} points")
+    for row in worse:
+        print(f"  {_line(row)}")
 
 
 if __name__ == "__main__":

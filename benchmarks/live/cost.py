@@ -178,5 +178,3 @@ def _page(path: str | None, url: str) -> Iterator[Any]:
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-

@@ -5,12 +5,16 @@ Steps are not audited here: other tests do that, and these have thousands.
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.hits import traces
 from benchmarks.hits.bound import measure
 from benchmarks.hits.child import Sizes, digest_of
 from benchmarks.hits.order import Order
@@ -91,3 +95,26 @@ def test_a_row_is_below_by_more_than_half_a_point() -> None:
     assert below({"kvtier": {"rate": 0.8}, "vllm": {"rate": 0.806}})
     assert not below({"kvtier": {"rate": 0.8}, "vllm": {"rate": 0.804}})
     assert not below({"kvtier": {"rate": 0.8}})
+
+
+def test_a_trace_of_prompts_has_equal_tokens_where_it_has_equal_ids(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake" / "conversation_trace.jsonl"
+    path.parent.mkdir()
+    lines = [(1100, [0, 1, 2]), (1200, [0, 1, 3]), (200_000, [0] * 400)]
+    path.write_text("\n".join(json.dumps({"input_length": n, "hash_ids": ids}) for n, ids in lines))
+    one, other = traces.mooncake(tmp_path, whole=False)  # the longest is left out
+    assert (len(one.prompt), len(other.prompt), longest(one.prompt, [other.prompt])) == (1100, 1200, 1024)
+    one, other = traces.mooncake(tmp_path, whole=True)
+    assert len(one.prompt) == 1025 and np.array_equal(one.prompt, other.prompt)
+
+
+def test_a_trace_of_sessions_goes_on_from_the_blocks_that_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "agentic_coding" / "some.jsonl.gz"
+    path.parent.mkdir()
+    asked = [[0, 0, 0, 300, 9, 0, [[1, 5]]], {"reqs": []}, [0, 0, 0, 500, 9, 4, [[7, 2], [10, 2]]]]
+    with gzip.open(path, "wt") as lines:
+        lines.write(json.dumps({"requests": asked}) + "\n")
+    one, other = traces.agentic(tmp_path, least=2)
+    assert (len(one.prompt), len(other.prompt), one.session) == (300, 500, other.session)
+    assert longest(other.prompt, [one.prompt]) == 4 * traces.BLOCK_TOKENS
+    assert traces.agentic(tmp_path, least=3) == []
