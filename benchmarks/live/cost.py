@@ -178,3 +178,5 @@ def _page(path: str | None, url: str) -> Iterator[Any]:
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+

@@ -59,15 +59,12 @@ def _serve() -> Iterator[str]:
     """The command, with pools that hold two of the conversations, a host tier that holds no more, and a store."""
     sizes = ("--device-memory", "12MiB", "--host-memory", "12MiB", "--max-num-batched-tokens", "256")
     command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--disable-uvicorn-access-log", *sizes]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen(
-            [*command, "--kv-remote", f"file://{folder}"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "KVTIER_KEY_SECRET": "of the pictures"},
-        ) as child,
-    ):
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
+        [*command, "--kv-remote", f"file://{folder}"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KVTIER_KEY_SECRET": "of the pictures"},
+    ) as child:
         try:
             assert child.stderr is not None
             said = (re.search(r"at (http://\S+)/v1", line) for line in child.stderr)

@@ -1,7 +1,7 @@
 """A server in a process of its own, those that watch it in another, and what the processes take.
 
-python -m benchmarks.live.served EVERY_S          serves the bundled model, and says where
-python -m benchmarks.live.served watch URL N      N listeners that read all, and say how much
+    python -m benchmarks.live.served EVERY_S          serves the bundled model, and says where
+    python -m benchmarks.live.served watch URL N      N listeners that read all, and say how much
 """
 
 from __future__ import annotations
