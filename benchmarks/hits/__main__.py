@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--memories", nargs="+", metavar="DEVICE[+HOST]", help="shares of the working set")
     parser.add_argument("--at-once", nargs="+", type=int, help="requests that run at a time")
     parser.add_argument("--requests", type=int, help="of each workload, from its beginning (default: all)")
+    parser.add_argument("--queued", type=int, default=0, help="requests that wait in the engine beside those that run")
     parser.add_argument("--quick", action="store_true", help="few rows, about two minutes")
     parser.add_argument("--traces", metavar="DIR", help="a folder of traces, see benchmarks/hits/traces.py")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that can import vLLM")
@@ -66,7 +67,7 @@ def main() -> int:
     if args.traces and not args.workloads and not args.quick:
         chosen["workloads"] = list(NAMES)
     cells = [
-        Cell(workload, shape, Memory.parse(memory), at_once, args.requests)
+        Cell(workload, shape, Memory.parse(memory), at_once, args.requests, args.queued)
         for workload in chosen["workloads"]
         for shape in chosen["shapes"]
         for memory in chosen["memories"] + ([] if given["memories"] else TOO_SMALL.get(workload, []))
@@ -74,7 +75,7 @@ def main() -> int:
     ]
     pythons = {KVTIER: sys.executable} | ({VLLM: args.vllm} if args.vllm else {})
     engines = Engines(pythons, args.traces)
-    settings = {"quick": args.quick, "requests": args.requests, **chosen}
+    settings = {"quick": args.quick, "requests": args.requests, "queued": args.queued, **chosen}
     result: dict[str, Any] = {"machine": describe(), "settings": settings, "rows": []}
     known = [json.loads(path.read_text(encoding="utf-8")) for path in args.known]
     before = {(_cell(row), row["digest"]): row[VLLM] for of in known for row in of["rows"] if VLLM in row}
@@ -96,7 +97,14 @@ def main() -> int:
 
 
 def _cell(row: Row) -> Cell:
-    return Cell(row["workload"], row["shape"], Memory.parse(row["memory"]), row["at_once"], row["requests"])
+    return Cell(
+        row["workload"],
+        row["shape"],
+        Memory.parse(row["memory"]),
+        row["at_once"],
+        row["requests"],
+        row.get("queued", 0),
+    )
 
 
 def _line(row: Row) -> str:
@@ -105,7 +113,8 @@ def _line(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    return f"{row['workload']} {row['shape']} {row['memory']} x{row['at_once']}"
+    waiting = f"+{row['queued']}" if row["queued"] else ""
+    return f"{row['workload']} {row['shape']} {row['memory']} x{row['at_once']}{waiting}"
 
 
 def _show(rows: list[Row]) -> None:

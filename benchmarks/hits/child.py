@@ -44,8 +44,8 @@ class Found:
         return sum(self.tiers.values()) / self.prompt_tokens
 
 
-Serve = Callable[[Sequence[Ask], Shape, int, Sizes, int], Found]
-"""Asks, shape, tokens of a block, memories, requests at a time."""
+Serve = Callable[[Sequence[Ask], Shape, int, Sizes, int, int], Found]
+"""Asks, shape, tokens of a block, memories, requests that run at a time, and those that wait meanwhile."""
 
 
 class Task(NamedTuple):
@@ -56,6 +56,7 @@ class Task(NamedTuple):
     device_bytes: int
     host_bytes: int
     at_once: int
+    queued: int
     requests: int | None
     traces: str | None
 
@@ -84,7 +85,14 @@ def answer_all(serve: Serve, versions: dict[str, Any]) -> None:
         task = Task(*json.loads(line))
         asked, block_tokens, digest = _asked(task.workload, task.requests, task.traces)
         begun_s = time.process_time()
-        found = serve(asked, SHAPES[task.shape], block_tokens, Sizes(task.device_bytes, task.host_bytes), task.at_once)
+        found = serve(
+            asked,
+            SHAPES[task.shape],
+            block_tokens,
+            Sizes(task.device_bytes, task.host_bytes),
+            task.at_once,
+            task.queued,
+        )
         row = {**asdict(found), "rate": found.rate, "cpu_s": time.process_time() - begun_s, "digest": digest}
         print(json.dumps(row), file=answers, flush=True)
 

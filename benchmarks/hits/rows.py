@@ -41,13 +41,16 @@ class Memory(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What a row is of. ``requests``: of the workload, from its beginning; None: all."""
+    """What a row is of. ``requests``: of the workload, from its beginning; None: all. ``queued``: requests that wait in
+    the engine beside the ``at_once`` that run.
+    """
 
     workload: str
     shape: str
     memory: Memory
     at_once: int
     requests: int | None = None
+    queued: int = 0
 
 
 Known = Callable[[Cell, str], Row | None]
@@ -89,6 +92,7 @@ class Engines:
             int(cell.memory.device * size),
             int(cell.memory.host * size),
             cell.at_once,
+            cell.queued,
             cell.requests,
             self._traces,
         )

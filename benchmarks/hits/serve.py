@@ -10,7 +10,17 @@ from benchmarks.hits.child import Found, Sizes, answer_all
 from benchmarks.hits.order import Order
 from benchmarks.hits.shapes import Local, Shape
 from benchmarks.hits.workloads import Ask
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
+from kvtier import (
+    CacheSpec,
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    KVCache,
+    Request,
+    RequestTooLarge,
+    Scheduler,
+    SlidingWindow,
+)
 
 
 def spec_of(shape: Shape, block_tokens: int) -> CacheSpec:
@@ -30,10 +40,11 @@ def serve(
     block_tokens: int,
     sizes: Sizes,
     at_once: int = 1,
+    queued: int = 0,
     step_tokens: int = 2048,
 ) -> Found:
-    """``at_once``: requests that run at a time."""
-    order, said, found = Order(asked, at_once), dict[str, int](), Found()
+    """``at_once``: requests that run at a time; ``queued``: others that wait in the engine meanwhile."""
+    order, said, found = Order(asked, at_once + queued), dict[str, int](), Found()
     cache = KVCache(
         spec_of(shape, block_tokens),
         device_bytes=sizes.device_bytes,
@@ -46,8 +57,13 @@ def serve(
         scheduler = Scheduler(cache, max_batched_tokens=step_tokens, max_running=at_once)
         while order:
             for k in order.begin():
-                scheduler.add(Request(str(k), asked[k].prompt, len(asked[k].answer)))
-                said[str(k)] = 0
+                try:
+                    scheduler.add(Request(str(k), asked[k].prompt, len(asked[k].answer)))
+                    said[str(k)] = 0
+                except RequestTooLarge:
+                    found.prompt_tokens += len(asked[k].prompt)
+                    found.failed += 1
+                    order.end(k)
             step = scheduler.schedule()
             ids = np.empty(len(step.sample_rows), np.int64)
             for k, row in enumerate(step.sample_rows):

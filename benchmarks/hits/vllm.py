@@ -23,7 +23,7 @@ from benchmarks.vllm.shapes import engine_config
 from benchmarks.vllm.simulated import CONNECTORS, OFFLOADING, WORKERS
 
 PATIENCE = 8
-"""Steps without a token after which the requests that wait can never run."""
+"""Steps without a token after which the oldest request counts as one that can never run."""
 
 
 @cache
@@ -164,11 +164,12 @@ def serve(
     block_tokens: int,
     sizes: Sizes,
     at_once: int = 1,
+    queued: int = 0,
     step_tokens: int = 2048,
 ) -> Found:
-    """``at_once``: requests that run at a time."""
+    """``at_once``: requests that run at a time; ``queued``: others that wait in the engine meanwhile."""
     engine = Engine(shape, block_tokens, sizes, at_once, step_tokens)
-    order, running, idle = Order(asked, at_once), dict[str, Any](), 0
+    order, running, idle = Order(asked, at_once + queued), dict[str, Any](), 0
     hits: dict[str, tuple[int, int]] = {}
     found = Found(settings=engine.settings)
     while order:
@@ -176,17 +177,17 @@ def serve(
             running[str(k)] = engine.add(str(k), asked[k])
         hits |= engine.step({name: asked[int(name)].answer for name in running})
         idle = 0 if engine.ran else idle + 1
-        for name, request in list(running.items()):
-            if idle >= PATIENCE:
-                engine.abandon(name)
-                hits[name] = 0, 0
-            if request.is_finished():
-                del running[name]
-                order.end(int(name))
-                found.prompt_tokens += len(asked[int(name)].prompt)
-                found.failed += idle >= PATIENCE
-                for tier, count in zip(found.tiers, hits.pop(name), strict=True):
-                    found.tiers[tier] += count
+        if idle >= PATIENCE:
+            oldest, idle = next(iter(running)), 0
+            engine.abandon(oldest)
+            hits[oldest] = 0, 0
+            found.failed += 1
+        for name in [name for name, request in running.items() if request.is_finished()]:
+            del running[name]
+            order.end(int(name))
+            found.prompt_tokens += len(asked[int(name)].prompt)
+            for tier, count in zip(found.tiers, hits.pop(name), strict=True):
+                found.tiers[tier] += count
     return found
 
 
