@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hits.rows import KVTIER, VLLM, Row, below
+from benchmarks.hits.rows import KVTIER, VLLM, Memory, Row, below
 
 _COLOURS = ("#ee6677", "#ccbb44", "#228833", "#4477aa", "#aa3377", "#66ccee", "#bbbbbb")
 _NAMED = 6
-"""Of a panel, the rows that are named: those farthest below."""
+"""Of a panel, the workloads that are named, at the row that is farthest below."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -26,7 +26,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     if not rows:
         raise SystemExit("the figure compares with vLLM: --vllm PYTHON")
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    memories = list(dict.fromkeys(row["memory"] for row in rows))
+    memories = sorted({row["memory"] for row in rows}, key=Memory.parse)
     colours = dict(zip(memories, _COLOURS, strict=False))
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     figure, panels = plt.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 4.8), layout="constrained", squeeze=False)
@@ -37,7 +37,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             face = colours[row["memory"]] if row["at_once"] == 1 else "none"
             axes.scatter(*_point(row), s=20, facecolor=face, edgecolor=colours[row["memory"]], linewidth=1)
         worst = sorted(filter(below, of), key=lambda row: row[KVTIER]["rate"] - row[VLLM]["rate"])
-        for row in worst[:_NAMED]:
+        once = {row["workload"]: row for row in reversed(worst)}
+        for row in [row for row in worst if once[row["workload"]] is row][:_NAMED]:
             axes.annotate(row["workload"], _point(row), xytext=(4, -7), textcoords="offset points", fontsize=7)
         axes.set(title=shape, xlim=(-3, 103), ylim=(-3, 103), aspect="equal", xlabel="vLLM, % of the bound")
     panels[0, 0].set_ylabel("kvtier, % of the bound")
@@ -46,7 +47,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         lines.append(
             Line2D([], [], marker="o", linestyle="", color="#555555", markerfacecolor="none", label="several at once")
         )
-    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
+    figure.legend(handles=lines, loc="outside upper center", ncols=min(len(lines), 4 * len(shapes)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
