@@ -47,7 +47,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         lines.append(
             Line2D([], [], marker="o", linestyle="", color="#555555", markerfacecolor="none", label="several at once")
         )
-    figure.legend(handles=lines, loc="outside upper center", ncols=min(len(lines), 4 * len(shapes)), frameon=False)
+    figure.legend(handles=lines, loc="outside upper center", ncols=min(len(lines), 3 * len(shapes)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
