@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +48,11 @@ class Writer:
         """New text of some 60 to 140 % of this length."""
         return self.text(max(8, int(tokens * self.random.uniform(0.6, 1.4))))
 
+    def retrimmed(self, answer: Tokens) -> Tokens:
+        """Without its last tokens, or with others instead, as many or fewer."""
+        cut = self.random.randrange(1, 6)
+        return np.concatenate([answer[:-cut], self.text(self.random.choice([0, self.random.randrange(1, cut + 1)]))])
+
     def interleaved(self, sessions: Sequence[Sequence[Ask]], at_once: int = AT_ONCE) -> list[Ask]:
         """``at_once`` sessions are open at a time; a random one of them asks next."""
         waiting = [list(session) for session in reversed(sessions)]
@@ -61,41 +68,130 @@ class Writer:
         return asked
 
 
-def chats(
-    seed: int,
-    sessions: int = 48,
-    turns: int = 8,
-    *,
-    dropped: int = 0,
-    thought: int = 0,
-    edited: float = 0.0,
-    first: int = 1200,
-) -> list[Ask]:
-    """Conversations with one system prompt.
+class Habit(NamedTuple):
+    """How a conversation's next prompt differs from the text that is cached.
 
     ``dropped``: tokens that the template puts at the end of each prompt and not into the history. ``thought``: tokens
     of thinking before each answer, likewise. ``edited``: how often an answer is asked for again, or a message of the
-    last four turns is written anew, half each.
+    last four turns is written anew, half each. ``retrimmed``: how often an answer's last tokens are cut off or become
+    others in the history, half each, as when text is tokenised again.
     """
-    write = Writer(seed)
-    system = write.text(700)
+
+    dropped: int = 0
+    thought: int = 0
+    edited: float = 0.0
+    retrimmed: float = 0.0
+
+
+PLAIN = Habit()
+
+
+def talks(write: Writer, system: Tokens, sessions: range, turns: int, habit: Habit, first: int) -> list[list[Ask]]:
+    """Conversations with this beginning."""
     made = []
-    for number in range(sessions):
+    for number in sessions:
         history, asks, starts = np.concatenate([system, write.about(first)]), list[Ask](), list[Tokens]()
         for turn in range(turns):
             starts.append(history)
-            message, tail, thinking = write.about(300), write.text(dropped), write.text(thought)
+            message, tail, thinking = write.about(300), write.text(habit.dropped), write.text(habit.thought)
             prompt, answer = np.concatenate([history, message, tail]), write.about(200)
             ends = len(system), len(history), len(history) + len(message)
             asks.append(Ask(number, prompt, np.concatenate([thinking, answer]), ends))
+            if habit.retrimmed and write.random.random() < habit.retrimmed:
+                answer = write.retrimmed(answer)
             history = np.concatenate([history, message, answer])
             chance = write.random.random()
-            if chance < edited / 2:
+            if chance < habit.edited / 2:
                 asks.append(Ask(number, prompt, write.about(200), ends))
-            elif chance < edited and turn > 1:
+            elif chance < habit.edited and turn > 1:
                 history = starts[write.random.randrange(max(0, turn - 4), turn)]
         made.append(asks)
+    return made
+
+
+def chats(seed: int, sessions: int = 48, turns: int = 8, habit: Habit = PLAIN, first: int = 1200) -> list[Ask]:
+    """Conversations with one system prompt."""
+    write = Writer(seed)
+    return write.interleaved(talks(write, write.text(700), range(sessions), turns, habit, first))
+
+
+def mixed(seed: int, each: int = 24, turns: int = 6) -> list[Ask]:
+    """Conversations whose answers are kept, and as many whose thinking is dropped, at the same time."""
+    write = Writer(seed)
+    kept = talks(write, write.text(700), range(each), turns, PLAIN, 1200)
+    dropped = talks(write, write.text(700), range(each, 2 * each), turns, Habit(thought=800), 1200)
+    sessions = kept + dropped
+    write.random.shuffle(sessions)
+    return write.interleaved(sessions)
+
+
+def round_robin(seed: int, sessions: int = 24, turns: int = 5) -> list[Ask]:
+    """Long conversations with short turns, in strict turn: what is least recent is what is asked for next."""
+    write = Writer(seed)
+    made = talks(write, write.text(700), range(sessions), turns, PLAIN, 9000)
+    return [session[turn] for turn in range(turns) for session in made]
+
+
+def tools(seed: int, users: int = 60, turns: int = 4) -> list[Ask]:
+    """One system prompt, at whose end each user has some tools of their own."""
+    write = Writer(seed)
+    system, known = write.text(3500), [write.about(200) for _ in range(12)]
+    made = []
+    for user in range(users):
+        own = [known[k] for k in sorted(write.random.sample(range(12), write.random.randrange(1, 5)))]
+        made += talks(write, np.concatenate([system, *own]), range(user, user + 1), turns, PLAIN, 100)
     return write.interleaved(made)
+
+
+def bursts(seed: int, count: int = 20, asks: tuple[int, int] = (10, 4), later: int = 5) -> list[Ask]:
+    """New long documents that many ask about at once; some more ask when ``later`` other documents have come."""
+    write = Writer(seed)
+    system, texts = write.text(500), [write.about(8000) for _ in range(count)]
+    order = []
+    for k in range(count + later):
+        order += [k] * asks[0] if k < count else []
+        order += [k - later] * asks[1] if k >= later else []
+    return [
+        Ask(n, np.concatenate([system, texts[k], write.about(120)]), write.about(100), (500, 500 + len(texts[k])))
+        for n, k in enumerate(order)
+    ]
+
+
+def popular(seed: int, count: int = 150, asks: int = 500) -> list[Ask]:
+    """Single questions with system prompts of Zipf popularity."""
+    write = Writer(seed)
+    texts = [write.text(write.random.randrange(1200, 4000)) for _ in range(count)]
+    chosen = write.random.choices(range(count), [1 / (k + 1) for k in range(count)], k=asks)
+    return [
+        Ask(n, np.concatenate([texts[k], write.about(300)]), write.about(60), (len(texts[k]),))
+        for n, k in enumerate(chosen)
+    ]
+
+
+def scanned(seed: int, sessions: int = 32, turns: int = 6) -> list[Ask]:
+    """Conversations, and between any two of their turns a long prompt that nobody asks again."""
+    write = Writer(seed)
+    asked = write.interleaved(talks(write, write.text(700), range(sessions), turns, PLAIN, 1200))
+    once = (Ask(sessions + n, write.about(3000), write.about(50)) for n in range(len(asked)))
+    return [ask for pair in zip(asked, once, strict=True) for ask in pair]
+
+
+def trees(seed: int, roots: int = 16, width: int = 3, depth: int = 3) -> list[Ask]:
+    """Thoughts that go on in ``width`` ways each, level by level, as a search does."""
+    write = Writer(seed)
+    system, made, numbers = write.text(600), list[list[Ask]](), count()
+    for _ in range(roots):
+        level, asks = [np.concatenate([system, write.about(2500)])], list[Ask]()
+        for _ in range(depth):
+            below = []
+            for text in level:
+                for _ in range(width):
+                    prompt, answer = np.concatenate([text, write.about(30)]), write.about(250)
+                    asks.append(Ask(next(numbers), prompt, answer, (len(system), len(text))))
+                    below.append(np.concatenate([prompt, answer]))
+            level = below
+        made.append(asks)
+    return list(_in_runs(write, made, at_once=4, run=width))
 
 
 def stems(seed: int, count: int, asks: int, tokens: tuple[int, int], question: int, answer: int) -> list[Ask]:
@@ -173,19 +269,22 @@ def documents(seed: int, count: int = 100, asks: int = 250, each: int = 5) -> li
 
 WORKLOADS: dict[str, Callable[[], list[Ask]]] = {
     "chat": lambda: chats(3),
-    "think": lambda: chats(15, 32, 6, thought=1000),
-    "drop3": lambda: chats(13, dropped=3),
-    "drop40": lambda: chats(14, dropped=40),
-    "edit": lambda: chats(16, edited=0.5),
+    "think": lambda: chats(15, 32, 6, Habit(thought=1000)),
+    "drop3": lambda: chats(13, habit=Habit(dropped=3)),
+    "drop40": lambda: chats(14, habit=Habit(dropped=40)),
+    "edit": lambda: chats(16, habit=Habit(edited=0.5)),
+    "retrim": lambda: chats(17, habit=Habit(retrimmed=0.7)),
+    "mixed": lambda: mixed(18),
+    "roundrobin": lambda: round_robin(19),
+    "scan": lambda: scanned(20),
     "agents": lambda: agents(7),
+    "tools": lambda: tools(21),
+    "tree": lambda: trees(22),
+    "bestofn": lambda: best_of(8),
+    "burst": lambda: bursts(23),
     "system60": lambda: stems(2, 60, 5, (3500, 4700), 400, 48),
     "system1": lambda: stems(1, 1, 300, (4101, 4102), 400, 48),
     "fewshot": lambda: stems(5, 40, 10, (2500, 3500), 120, 16),
-    "bestofn": lambda: best_of(8),
+    "zipf": lambda: popular(24),
     "rag": lambda: documents(6),
 }
-
-
-def first_of(asked: list[Ask], requests: int | None) -> list[Ask]:
-    """The first of them; None: all."""
-    return asked if requests is None else asked[:requests]

@@ -1,0 +1,37 @@
+"""Which request begins next: the same for each engine that is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks.hits.workloads import Ask
+
+AHEAD = 64
+"""Requests that are looked at for one whose session is free."""
+
+
+class Order:
+    """Of a workload of which ``at_once`` requests run at a time, and one of a session."""
+
+    def __init__(self, asked: Sequence[Ask], at_once: int) -> None:
+        self._asked, self._at_once = asked, at_once
+        self._waiting = list(range(len(asked)))
+        self._busy: set[int] = set()
+
+    def __bool__(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._waiting or self._busy)
+
+    def begin(self) -> Iterator[int]:
+        """The requests that begin now."""
+        if len(self._busy) == self._at_once:
+            return
+        for k in self._waiting[:AHEAD]:
+            if len(self._busy) < self._at_once and self._asked[k].session not in self._busy:
+                self._waiting.remove(k)
+                self._busy.add(self._asked[k].session)
+                yield k
+
+    def end(self, k: int) -> None:
+        """The request has ended."""
+        self._busy.remove(self._asked[k].session)
