@@ -285,8 +285,7 @@ class BlockPools:
         return superseded
 
     def in_colder_half(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
-        """bool [n]: which of these blocks are cached, and make half of their group's cached blocks or more together with
-        those that were cached later.
+        """bool [n]: which of these blocks are cached, and no more than half of their group's cached blocks are colder.
 
         Holes of the ring count as blocks: the answer may be True too early, never too late.
         """
