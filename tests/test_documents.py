@@ -161,7 +161,7 @@ def test_every_name_in_a_document_is_in_the_code(page: Path) -> None:
     assert [*gone(page.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("page", ["OPERATIONS", "DEPLOYMENT", "SECURITY", "SERVING", "COMMANDS"])
+@pytest.mark.parametrize("page", ["OPERATIONS", "DEPLOYMENT", "SECURITY", "SERVING", "COMMANDS", "reference/errors"])
 def test_every_option_in_a_document_is_an_option_of_kvtier(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     commands = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "runner" / "commands").glob("*.py"))
