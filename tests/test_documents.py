@@ -1,4 +1,4 @@
-"""What the documents name is in the code: classes, methods, functions and the list of files in CONTRIBUTING.md.
+"""What the documents name is in the code: classes, methods, functions, files, and a list of files in CONTRIBUTING.md.
 
 ADRs and logs are left out: they say what was there when they were written.
 """
@@ -25,6 +25,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "reference").glob("*.md")),
 ]
+BENEATH = [ROOT, ROOT / "kvtier", ROOT / "runner", ROOT / "tests"]
+"""Where paths of documents begin."""
 CODE = ["kvtier", "runner", "tests", "benchmarks", "tools", "examples"]
 SUFFIXES = {"py", "md", "json", "toml", "so", "gguf"}
 FOREIGN = {
@@ -124,12 +126,42 @@ def gone(text: str) -> Iterator[str]:
             yield code
 
 
+def lost(text: str) -> Iterator[str]:
+    """Paths between backticks that end in .py and are no file.
+
+    In a row of a table a path, or a name alone, may also go on from the folder of the one before.
+    """
+    for line in text.splitlines():
+        bases = BENEATH
+        for path in re.findall(r"`([\w/]+\.py)`", line):
+            if not (line.startswith("|") or "/" in path) or "NAME" in path:
+                continue
+            found = [base / path for base in bases if (base / path).is_file()]
+            if not found:
+                yield path
+            elif line.startswith("|"):
+                bases = [found[0].parent, *BENEATH]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_in_a_document_is_a_file(page: Path) -> None:
+    assert [*lost(page.read_text(encoding="utf-8"))] == []
+
+
+def test_a_path_that_is_gone_is_seen() -> None:
+    rows = ["| `remote/tier.py`, `spills.py`, `backends/uri.py`, `threads.py`, `audit/pools.py` |", "| `spills.py` |"]
+    assert [*lost("\n".join(rows))] == ["spills.py"]
+    assert [*lost("`runner/sampling/gone.py`, `kvtier/remote/backends/NAME.py`, `core/test_keys.py`, `any.py`")] == [
+        "runner/sampling/gone.py"
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_in_a_document_is_in_the_code(page: Path) -> None:
     assert [*gone(page.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("page", ["OPERATIONS", "DEPLOYMENT", "SECURITY", "SERVING", "COMMANDS"])
+@pytest.mark.parametrize("page", ["OPERATIONS", "DEPLOYMENT", "SECURITY", "SERVING", "COMMANDS", "reference/errors"])
 def test_every_option_in_a_document_is_an_option_of_kvtier(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     commands = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "runner" / "commands").glob("*.py"))

@@ -73,7 +73,7 @@ class Coordinator:
         self.tables = BlockTables(spec, pools, 1)
         self.evictions = EvictionWatch(journal, self.tables, host)
         mode = STORE_MODES[store if host is not None else "off"]
-        self._stores_full = mode.when_full
+        self._stores_full, self._feeds_remote = mode.when_full, mode.feeds_remote
         self.compactor = Compactor(self.tables, connector, self._stores, move, mode.before_eviction)
         """Moves blocks so that pools can exchange slabs."""
         self.room = Room(self.tables, connector, self._stores, self.compactor, self.counts, mode.before_eviction)
@@ -256,7 +256,7 @@ class Coordinator:
 
     def _offer(self, seq: Tracked, boundaries: Iterable[int]) -> None:
         """Offers to the remote what hits at these boundaries need, once its copies in the host are there."""
-        if self._stores_full:
+        if self._feeds_remote:
             self.door.offer(seq.keys, boundaries, seq.seek)
 
     def plan_stores(self) -> None:

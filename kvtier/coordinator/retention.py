@@ -92,9 +92,9 @@ class Retention:
         return superseded
 
     def keep_in_host(self, seq: Tracked, groups: Ids, blocks: Ids, at: npt.NDArray[np.int64]) -> None:
-        """Mode ``when_full``: a hit on the device counts as use in the host tier too. Content that the host has
-        evicted is stored again. ``at`` as in ``superseded``. A preempted request hits its own blocks here as well."""
-        if self._mode.when_full:
+        """If the mode ``keeps_copies``: a hit on the device counts as use in the host tier too. Content that the host
+        has evicted is stored again. ``at`` as in ``superseded``. A preempted request hits its own blocks here too."""
+        if self._mode.keeps_copies:
             keys = self._pools.arrays.key[self._pools.entries(groups, blocks)]
             self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
@@ -184,9 +184,9 @@ class Retention:
         return min(needed_from(group.attention, boundary) for group in self._local)
 
     def cool_in_host(self, seq: Tracked) -> None:
-        """Mode ``when_full``: the host's copies of content that the request's end supersedes become the oldest."""
+        """If the mode ``keeps_copies``: the host's copies of what the request's end supersedes become the oldest."""
         start, stop = self._tables.arrays.superseded[seq.row].tolist()
-        if not self._mode.when_full or start >= stop:
+        if not self._mode.keeps_copies or start >= stop:
             return
         for g, group in enumerate(self._spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible

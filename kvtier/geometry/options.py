@@ -12,12 +12,27 @@ from kvtier.machine.integers import number, shown
 
 @dataclass(frozen=True)
 class StoreMode:
-    """When blocks are stored in the host tier. A mode without any moment only reads the host tier."""
+    """When blocks are stored in the host tier, and what follows from it. A mode without any moment only reads."""
 
     when_full: bool = False
-    """As soon as a block is full. Hits on the device then count as use of the host's copies."""
+    """As soon as a block is full."""
     before_eviction: bool = False
     """Shortly before a block is evicted."""
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether nothing is stored."""
+        return self == StoreMode()
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether the host has copies of what the device has. Hits on the device then count as use of the copies."""
+        return self.when_full
+
+    @property
+    def feeds_remote(self) -> bool:
+        """Whether a whole text comes to the host soon enough to be spilled."""
+        return self.when_full
 
 
 STORE_MODES = {

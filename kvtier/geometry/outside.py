@@ -28,9 +28,9 @@ class Fragment(NamedTuple):
 class OutsideGroup:
     """Layers with one attention kind, as the engine lays their blocks out.
 
-    Block b of ``num_blocks``, from 0 on, holds K and V of ``block_tokens`` consecutive tokens of these layers. It
-    consists of its ``fragments``, one per layer for instance. Each fragment lies at its own ``offset + b * stride`` in
-    the engine's memory.
+    Block b of ``num_blocks``, from 0 on, holds whatever the engine keeps for ``block_tokens`` consecutive tokens in
+    these layers: the tier sees bytes. It consists of its ``fragments``, one per layer for instance. Each fragment lies
+    at its own ``offset + b * stride`` in the engine's memory.
     """
 
     name: str

@@ -284,6 +284,18 @@ class BlockPools:
         superseded: npt.NDArray[np.bool_] = a.ring[at] < 0
         return superseded
 
+    def in_colder_half(self, groups: Ids, blocks: Ids) -> npt.NDArray[np.bool_]:
+        """bool [n]: which of these blocks are cached, and no more than half of their group's cached blocks are colder.
+
+        Holes of the ring count as blocks: the answer may be True too early, never too late.
+        """
+        entries = self.entries(groups, blocks)
+        head, tail, size = (self.column(column)[groups] for column in (Col.HEAD, Col.TAIL, Col.RING_SIZE))
+        older = (self.arrays.blocks["link"][entries].astype(np.int64) - head) & (size - 1)
+        is_cached = self.arrays.blocks["place"][entries] == Place.CACHED
+        colder: npt.NDArray[np.bool_] = is_cached & (2 * (tail - head - older) >= self.column(Col.CACHED)[groups])
+        return colder
+
     def num_superseded(self, g: int) -> int:
         """Group g's superseded cached blocks; for auditing."""
         slabs = self.arrays.slabs

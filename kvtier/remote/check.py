@@ -20,7 +20,8 @@ def check_remote(
     """Raises ``ConfigError`` for a remote that cannot be opened, or that these options give no names or no room."""
     if not has_host or device == "meta":
         raise ConfigError("remote_uri needs a host tier with memory: blocks come from the remote tier into it")
-    if STORE_MODES[store].before_eviction:
+    mode = STORE_MODES[store]
+    if not (mode.feeds_remote or mode.only_reads):
         raise ConfigError(
             f"store={store!r} copies to the host what the device gives up, too late for remote_uri, which takes whole "
             "texts from the host; use 'eager'"

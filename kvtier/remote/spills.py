@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.keys import KeyArray
-from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark, Place
+from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark
 from kvtier.remote.backends.uri import SpillWhen
 from kvtier.remote.counts import RemoteCounts
 from kvtier.remote.disowned import Disowned
@@ -124,15 +124,9 @@ class Spills:
 
     def _is_cold(self, text: _Text, short: npt.NDArray[np.bool_]) -> bool:
         """Whether half of a group's content, or more, is younger than its last block; or whether that has gone."""
-        host = self._host
         groups, keys = self._plan.last_blocks(text.keys, text.end)
-        hosts = host.find(groups, keys)
-        entries = host.entries(groups, hosts)
-        head, tail, size = (host.column(column)[groups] for column in (Col.HEAD, Col.TAIL, Col.RING_SIZE))
-        older = (host.arrays.blocks["link"][entries].astype(np.int64) - head) & (size - 1)  # holes among them
-        is_cached = host.arrays.blocks["place"][entries] == Place.CACHED
-        is_old = is_cached & (2 * (tail - head - older) >= host.column(Col.CACHED)[groups])
-        return bool(np.any(short[groups] & (is_old | (hosts == 0))))
+        hosts = self._host.find(groups, keys)
+        return bool(np.any(short[groups] & (self._host.in_colder_half(groups, hosts) | (hosts == 0))))
 
     def offer(self, keys: KeyArray, n: int, seek: Seek | None = None) -> None:
         """Stores what a hit at boundary n of this text needs, once ``seek`` looks no more."""

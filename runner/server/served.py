@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +37,8 @@ LONG_BYTES = 64 * 1024
 _COMPOSED = 4
 """Letters that a normalizer may make one of."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SHARED = tuple(field.name for field in fields(SamplingParams) if field.name in SamplingBody.model_fields)
+"""Parameters that are fields of a request by the same name."""
 _TEMPLATES_OWN = frozenset(
     {"chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"}
     | {"truncation", "max_length", "tokenizer_kwargs", "conversation", "messages", "tools", "documents"}
@@ -192,29 +194,16 @@ class Served:
         elif self.limit is not None:
             max_tokens = max(1, min(max_tokens, self.limit - prompt_tokens))
         form = form_asked_for(body)
-        chosen = {name: getattr(body, name) for name in _DEFAULTS}
-        given = self.defaults | {name: value for name, value in chosen.items() if value is not None}
-        same = {
-            "n": body.n or 1,
-            "min_tokens": body.min_tokens,
-            "seed": body.seed,
-            "stop": body.stop or None,
-            "stop_token_ids": body.stop_token_ids,
-            "include_stop_str_in_output": body.include_stop_str_in_output,
-            "ignore_eos": body.ignore_eos,
-            "skip_special_tokens": body.skip_special_tokens,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "logit_bias": _by_id(body.logit_bias),
-            "allowed_token_ids": body.allowed_token_ids,
-            "bad_words": body.bad_words,
-            "prompt_logprobs": body.prompt_logprobs,
+        asked = {name: getattr(body, name) for name in _SHARED} | {
+            "max_tokens": max_tokens,
             "logprobs": logprobs,
+            "stop": body.stop or None,
+            "logit_bias": _by_id(body.logit_bias),
             "structured_outputs": None if form is None else StructuredOutputs(**form[1]),
+            "output_kind": RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
         }
-        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
-        options = {name: value for name, value in {**same, **more}.items() if value is not None}
-        return SamplingParams(max_tokens=max_tokens, output_kind=kind, **given, **options)
+        said = {name: value for name, value in {**asked, **more}.items() if value is not None}
+        return SamplingParams(**(self.defaults | said))
 
 
 def _defaults(llm: AsyncLLM) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib.util
 import random
@@ -184,6 +185,67 @@ def test_groups_may_share_all_of_their_memory():
     write()
     assert engines[0].missing_edges == []
     assert tier.audit() == []
+
+
+def test_layers_with_an_allocation_each_are_served_through_one_view_over_all():
+    """From the lowest address to the highest, with whatever lies between: nothing but the fragments is touched."""
+    layers = [np.full(n * 64, 9, np.uint8) for n in (40, 4000, 40, 90_000)]  # small ones, and ones that are mapped
+    low, high = min(of.ctypes.data for of in layers), max(of.ctypes.data + of.nbytes for of in layers)
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low))
+    kinds = {"full": FullAttention(), "window": SlidingWindow(8)}
+    groups = [
+        OutsideGroup(name, kind, 4, 40, tuple(Fragment(of.ctypes.data - low, 64, 64) for of in layers[g::2]))
+        for g, (name, kind) in enumerate(kinds.items())
+    ]
+    with HostTier(groups, memory, "64KiB", copy_engine="threads") as tier:
+        text, tables = tier.text(chain(list(range(16)), 4)), [np.arange(4, dtype=np.int32)] * 2
+        for k, of in enumerate(layers):
+            of[: 4 * 64] = np.random.default_rng(k).integers(0, 256, 4 * 64, np.uint8)
+        written = [of.copy() for of in layers]
+        text.computed(tables, 16, is_end=True)
+        end_of(tier)
+        hit = text.match(0, 17)
+        ticket = text.load(np.arange(20, 20 + len(hit.at), dtype=np.int32))
+        assert ticket in end_of(tier)
+        assert (hit.num_tokens, hit.groups.tolist(), hit.at.tolist()) == (16, [0, 0, 0, 0, 1, 1], [0, 1, 2, 3, 2, 3])
+        for k, (g, at) in enumerate(zip(hit.groups, hit.at, strict=True)):
+            for n in (g, g + 2):
+                written[n][(20 + k) * 64 : (21 + k) * 64] = written[n][at * 64 : (at + 1) * 64]
+        assert all(np.array_equal(of, expected) for of, expected in zip(layers, written, strict=True))
+        text.close()
+
+
+def test_a_snapshot_of_a_state_is_a_group_with_a_window_of_two_tokens():
+    """One every 64 tokens, beside full attention: a hit needs the last of them, and no other."""
+    memory = np.zeros(200 * 64, np.uint8)
+    groups = [
+        OutsideGroup("full", FullAttention(), 16, 100, (Fragment(0, 64, 64),)),
+        OutsideGroup("state", SlidingWindow(2), 64, 50, (Fragment(100 * 64, 128, 128),)),
+    ]
+    with HostTier(groups, memory, "64KiB", copy_engine="threads") as tier:
+        text = tier.text(chain(list(range(200)), 16))
+        memory[100 * 64 + 7 * 128 :][:128] = 77
+        kept = [np.arange(12, dtype=np.int32), np.array([-1, -1, 7], np.int32)]  # the engine has the last snapshot only
+        text.computed(kept, 200, is_end=True)
+        end_of(tier)
+        hit = text.match(0, 200)
+        assert hit.num_tokens == 192
+        assert hit.at[hit.groups == 0].tolist() == list(range(12))
+        assert hit.at[hit.groups == 1].tolist() == [2]
+        ticket = text.load(np.array([*range(20, 32), 9], np.int32))
+        assert ticket in end_of(tier)
+        assert (memory[100 * 64 + 9 * 128 :][:128] == 77).all()
+        assert text.match(0, 192).num_tokens == 0, "no snapshot after 128 tokens"
+        text.close()
+
+
+def end_of(tier):
+    """The loads that have ended well, once nothing is under way any more."""
+    loaded = set()
+    while tier.has_work:
+        tier.wait(1.0)
+        loaded |= set(tier.poll().loaded)
+    return loaded
 
 
 def test_a_reset_reaches_texts_that_are_open():

@@ -9,6 +9,7 @@ from core.driving import LOAD, prompt
 
 from kvtier import CacheManager, ConfigError, FullAttention, KVCache, Request, SlidingWindow
 from kvtier.coordinator.seek import UNKNOWN_S
+from kvtier.geometry.options import STORE_MODES, StoreMode
 from kvtier.testing import canary_spec
 from remote.conftest import GROUPS, ID, store_of
 from remote.fake_backend import FakeBackend
@@ -228,6 +229,16 @@ def test_a_store_without_names_or_room_is_refused(change, message):
     given = {"device_blocks": {"full": 8}, "host_blocks": {"full": 8}, "remote_uri": FakeBackend(), **ID}
     with pytest.raises(ConfigError, match=message):
         KVCache(spec, **(given | change))
+
+
+def test_a_store_mode_goes_with_a_remote_by_what_it_is_worth_there_and_not_by_its_moments(shared_serving, monkeypatch):
+    monkeypatch.setitem(STORE_MODES, "eager", StoreMode(when_full=True, before_eviction=True))
+    one, other = shared_serving(), shared_serving()
+    one.serve("a", prompt(0, 50), 1)
+    assert other.serve("a", prompt(0, 50), 1).cached_tokens["remote"] == 48
+    monkeypatch.setitem(STORE_MODES, "eager", StoreMode(before_eviction=True))
+    with pytest.raises(ConfigError, match="too late for remote_uri"):
+        shared_serving()
 
 
 def test_memory_is_kept_while_the_store_may_write_there(shared_serving, monkeypatch):

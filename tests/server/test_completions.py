@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 
 import openai
 import pytest
 
-from runner import needle
+from runner import SamplingParams, needle
+from runner.sampling.params import StructuredOutputs
+from runner.server.protocol import CompletionBody
 from server.running import Running
 
 PROMPT = needle.make_prompt(200, seed=3)
@@ -51,6 +54,24 @@ def test_a_stream_of_two_prompts_and_two_answers_has_all_four(client: openai.Ope
             texts[choice.index] = texts.get(choice.index, "") + choice.text
     assert texts == dict.fromkeys(range(4), PROMPT.answer.removesuffix(" ."))
     assert chunk.usage.completion_tokens == 24
+
+
+def test_what_a_request_says_of_sampling_reaches_the_engine(running: Running) -> None:
+    """A parameter that requests have by the same name is to be added here, and nowhere in ``Served.sampling``."""
+    said = {"n": 2, "max_tokens": 9, "min_tokens": 3, "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125}
+    said |= {"seed": 11, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "logprobs": 4}
+    said |= {"prompt_logprobs": 2, "include_stop_str_in_output": True, "skip_special_tokens": False}
+    lists = {"stop": ["ab"], "stop_token_ids": [3], "allowed_token_ids": [5, 6], "bad_words": ["no"]}
+    told = said | {name: tuple(of) for name, of in lists.items()}
+    told |= {"logit_bias": {5: 1.5}, "structured_outputs": StructuredOutputs(regex="a+"), "ignore_eos": True}
+    assert told.keys() == {field.name for field in fields(SamplingParams)} & CompletionBody.model_fields.keys()
+    one = {**said, **lists, "logit_bias": {"5": 1.5}, "structured_outputs": {"regex": "a+"}}
+    for asked, name in ((one, "ignore_eos"), (one | {"ignore_eos": True}, "structured_outputs")):
+        body = CompletionBody(prompt="a", **{key: value for key, value in asked.items() if key != name})
+        got = running.server.served.sampling(body, 4, max_tokens=body.max_tokens, logprobs=body.logprobs)
+        assert {key: getattr(got, key) for key in told if key != name} == {k: told[k] for k in told if k != name}
+    plain = running.server.served.sampling(CompletionBody(prompt="a", stop=""), 4, max_tokens=9, logprobs=None)
+    assert (plain.stop, plain.n, plain.structured_outputs) == ((), 1, None)
 
 
 def test_many_clients_at_once_get_their_own_answers(running: Running) -> None:

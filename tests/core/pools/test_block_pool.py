@@ -310,6 +310,24 @@ def test_a_cached_block_that_a_store_begins_to_read_is_in_no_ones_way_and_comes_
     assert pools.coldest(0, 9).tolist() == [*blocks[1:].tolist(), blocks[0]]
 
 
+def test_the_colder_half_is_told_group_by_group_and_never_too_late():
+    pools, order = BlockPools(Layout.fixed([64, 64], [9, 4])), {}
+    for g, n in ((0, 6), (1, 3)):
+        blocks = pools.take(np.full(n + 1, g, INT32))  # one of them stays held
+        pools.publish(np.full(n, g, INT32), blocks[:n], np.concatenate([key_of(i) for i in range(n)]), Mark.READY)
+        for b in blocks[:n].tolist():
+            pools.release(arr(g), arr(b))
+        order[g] = blocks[:n].tolist()
+    groups = np.repeat(arr(0, 1), 8)
+    told = [*order[0], 7, 0], [*order[1], 4, 0, 0, 0, 0]
+    cold = pools.in_colder_half(groups, np.concatenate([arr(*of) for of in told]))
+    assert cold.tolist() == [True] * 4 + [False] * 4 + [True, True] + [False] * 6
+    pools.acquire(arr(0, 0), arr(*order[0][4:]))  # three of the four that are left are it, holes or none
+    assert pools.in_colder_half(arr(0, 0, 0, 0), arr(*order[0][:4]))[:3].all()
+    pools.acquire(arr(0), arr(order[0][0]))
+    assert pools.in_colder_half(arr(0, 0), arr(*order[0][:2])).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_ring_keeps_its_order_however_many_hits_leave_holes(seed):
     """Against a list, through many sweeps: hits, releases to either end, evictions."""

@@ -62,12 +62,15 @@ def drain(engine, n: int):
     return out
 
 
-@pytest.fixture(params=["threads", "simulated"])
+ENGINES = {"threads": ThreadsEngine, "simulated": lambda memory: SimulatedEngine(memory, 3)}
+
+
+@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
 def engine_of(request):
     made = []
 
     def make(memory):
-        made.append(ThreadsEngine(memory) if request.param == "threads" else SimulatedEngine(memory, 3))
+        made.append(request.param(memory))
         return made[-1]
 
     yield make
