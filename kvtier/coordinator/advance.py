@@ -15,7 +15,7 @@ import numpy as np
 from kvtier.geometry.keys import sip_link
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import release_span
-from kvtier.gpu_pool.row_state import Geo, Phase, RowArrays, RowCol, first_block, row_at
+from kvtier.gpu_pool.row_state import Geo, Phase, Publish, RowArrays, RowCol, first_block, row_at
 from kvtier.gpu_pool.seals import seal_block
 from kvtier.machine.loops.jit import inlined, jit, prefetch
 from kvtier.pools.key_index import prefetch_slot
@@ -26,6 +26,7 @@ _BASE = int(Col.BASE)
 _COMPUTED, _TOTAL, _LIMIT = int(RowCol.COMPUTED), int(RowCol.TOTAL), int(RowCol.LIMIT)
 _GENERATED, _LAST = int(RowCol.GENERATED), int(RowCol.LAST)
 _PHASE, _PUBLISH = int(RowCol.PHASE), int(RowCol.PUBLISH)
+_OUTDATED, _TOLD = int(Publish.OUTDATED), int(Publish.TOLD)
 _U = np.uint64
 
 GOES_ON, STOPPED, LENGTH = 0, 1, 2
@@ -89,7 +90,7 @@ def _seal_full(p: Any, t: Any, r: Any, end: Any, n: Any, groups: Any, ids: Any, 
         if geometry[g, _KIND] == _FULL and end % bt == 0:
             entry = row_at(geometry, g, r) + end // bt - 1
             b = seal_block(p, t, g, r, entry, low, high)
-            if b != 0:
+            if b != 0 and t.state[r, _PUBLISH] == _TOLD:
                 groups[n] = g
                 ids[n] = b
                 keys[n, 0] = low
@@ -143,7 +144,7 @@ def advance(
     for k in range(len(rows)):
         r, end = np.int64(rows[k]), ends[k]
         prefills, place = state[r, _PHASE] != _DECODE, _modulo(end - 1, unit)
-        if place == unit - 1 and not prefills and state[r, _PUBLISH] != 0:
+        if place == unit - 1 and not prefills and state[r, _PUBLISH] != _OUTDATED:
             n = _seal_full(p, t, r, end, n, groups, ids, keys)
         state[r, _COMPUTED] = end
         ended[k] = GOES_ON

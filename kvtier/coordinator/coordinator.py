@@ -29,7 +29,7 @@ from kvtier.geometry.keys import KeyChain
 from kvtier.geometry.options import STORE_MODES
 from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.gpu_pool.row_state import Phase, RowCol
+from kvtier.gpu_pool.row_state import Phase, Publish, RowCol
 from kvtier.machine.journal import Journal, Prefilled, Runs
 from kvtier.pools.block_pool import BlockPools, Ids
 
@@ -78,7 +78,7 @@ class Coordinator:
         """Moves blocks so that pools can exchange slabs."""
         self.room = Room(self.tables, connector, self._stores, self.compactor, self.counts, mode.before_eviction)
         """What fits."""
-        self.retention = Retention(self.tables, self._stores, mode)
+        self.retention = Retention(self.tables, host, self._stores, mode)
         """What stays warm."""
 
     @property
@@ -194,9 +194,11 @@ class Coordinator:
         state[RowCol.COMPUTED] = match.num_tokens
         state[RowCol.TOTAL] = len(seq.tokens)
         state[RowCol.LIMIT] = min(len(request.tokens) + request.max_new_tokens, NO_LIMIT)
-        state[RowCol.PUBLISH] = 1
+        state[RowCol.PUBLISH] = Publish.TOLD
         state[RowCol.GENERATED] = 0
         self.retention.start(seq, match)
+        if seq.is_guest:
+            state[RowCol.PUBLISH] = Publish.UNTOLD
         self.tables.set_eos(row, request.eos_token_ids)
 
     def hit_by_tier(self, match: Match, seq: Tracked | None = None) -> tuple[int, int, int]:
@@ -301,4 +303,4 @@ class Coordinator:
         self.connector.reset()
         self.door.reset()
         self._trail.clear()
-        self.tables.arrays.publish[:] = 0
+        self.tables.arrays.publish[:] = Publish.OUTDATED

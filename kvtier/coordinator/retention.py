@@ -19,18 +19,24 @@ import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
 from kvtier.coordinator.match import Match
+from kvtier.coordinator.returns import Returns
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.options import StoreMode
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.pools.block_pool import Col, Ids
+from kvtier.pools.block_pool import BlockPools, Col, Ids
+
+NEVER = MAX_TOKENS = 2**40
+"""No text has so many tokens."""
 
 
 class Retention:
     """Which content of requests stays warm: on the device and, if ``mode`` stores blocks, in the host."""
 
-    def __init__(self, tables: BlockTables, stores: StorePolicy, mode: StoreMode) -> None:
+    def __init__(
+        self, tables: BlockTables, host: BlockPools | None, stores: StorePolicy, mode: StoreMode
+    ) -> None:
         spec = tables.spec
         self._spec = spec
         self._pools = tables.pools
@@ -44,6 +50,13 @@ class Retention:
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
         self._local = [group for group in spec.groups if group.attention.kind is not Kind.FULL]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
+        self._host = host
+        self.returns = Returns(spec.hit_tokens // spec.hash_tokens)
+        """How far apart they came back."""
+        self._block_bytes = np.array([group.block_bytes for group in spec.groups], np.float64)
+        self._token_bytes = self._block_bytes / [group.block_tokens for group in spec.groups]
+        self._spans = np.array([group.attention.span_tokens or MAX_TOKENS for group in spec.groups])
+        self._full_bytes = self._token_bytes[~self._is_local].sum()
 
     # --- a request's way --------------------------------------------------------------------------
 
@@ -67,7 +80,32 @@ class Retention:
                 stop = max(n, self._needed_from(last))
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
-        self._tables.arrays.superseded[seq.row] = 0 if seq.went_on_from else n, stop
+        if not seq.preemptions:
+            self._note_return(seq, n)
+        cold = (n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, NEVER)
+        self._tables.arrays.superseded[seq.row] = cold
+
+    def _note_return(self, seq: Tracked, hit: int) -> None:
+        """Whether the request is a guest."""
+        unit, size = self._spec.hit_tokens, self._num_bytes(len(seq.tokens))
+        seq.is_guest, seq.came_from = self.returns.begin(seq.keys, hit // unit, self._capacity, size)
+        if seq.came_from < 0:
+            seq.shared_tokens = hit
+
+    @property
+    def _capacity(self) -> float:
+        """Bytes for texts that do not run: in the host if it has all copies, else on the device."""
+        if self._host is not None and self._mode.keeps_copies:
+            return self._num_usable(self._host)
+        return self._num_usable(self._pools) - float(self._pools.column(Col.HELD) @ self._block_bytes)
+
+    def _num_usable(self, pools: BlockPools) -> float:
+        each = pools.usable * self._block_bytes
+        return float(each.max() if pools.shared else each.sum())
+
+    def _num_bytes(self, num_tokens: int) -> float:
+        """Of a text, with the windows and chunks at its end."""
+        return float(self._token_bytes @ np.minimum(num_tokens, self._spans))
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
@@ -82,7 +120,7 @@ class Retention:
 
         They are the blocks that a hit at the request's own end will not need either.
         """
-        start, stop = self._tables.arrays.superseded[seq.row]
+        start, stop, _ = self._tables.arrays.superseded[seq.row]
         last = min(self.last_boundaries(len(seq.tokens)))
         gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self._spec.groups])
         first = at * self._block_tokens[groups]
@@ -117,7 +155,7 @@ class Retention:
 
         Shortly before the prompt's end that is all. Before that, it is superseded content.
         """
-        lo, (start, stop) = self._tables.arrays.lo[:, seq.row], self._tables.arrays.superseded[seq.row].tolist()
+        lo, (start, stop) = self._tables.arrays.lo[:, seq.row], self._tables.arrays.superseded[seq.row, :2].tolist()
         anchor = (end - 1) // self._spec.hit_tokens * self._spec.hit_tokens
         keeps_slack = self.boundaries.pays(End.PROMPT) and self.boundaries.pays(End.SHORT)
         last = min(self.last_boundaries(known))
@@ -140,16 +178,16 @@ class Retention:
         ends pay.
         """
         self._seal_anchors(seq, end)
-        if not self._local:
+        if not self._local or seq.is_guest:
             return
         ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
         unit = self._spec.hit_tokens
         for b in range(max(unit, ends[0] - SLACK), ends[0], unit) if ends else ():
             self.boundaries.end(self._key(seq, b), End.SHORT)
         if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
-            superseded[seq.row] = ends[-1]
+            superseded[seq.row, :2] = ends[-1]
         elif ends and self.boundaries.pays(End.PROMPT):
-            superseded[seq.row] = np.minimum(superseded[seq.row], self._needed_from(ends[0]))
+            superseded[seq.row, :2] = np.minimum(superseded[seq.row, :2], self._needed_from(ends[0]))
         elif ends:
             superseded[seq.row, 1] = ends[-1]
 
@@ -163,14 +201,26 @@ class Retention:
         stays = comes_back or pays(End.ANSWER) or (pays(End.PROMPT) and not is_answer)
         if stays or not is_answer:
             self._seal_anchors(seq, end)
+        if comes_back:
+            seq.is_guest, self._tables.arrays.superseded[seq.row, 2] = False, NEVER
+        else:
+            self._note_text(seq, end)
         if not self._local:
             return
-        if stays:
+        if stays and not seq.is_guest:
             stop = self._tables.arrays.superseded[:, 1]
             last = min(self.last_boundaries(end))
             stop[seq.row] = min(stop[seq.row], *(g.attention.first_visible(last) for g in self._local))
         if is_answer and not comes_back:
             self._note_ends(seq, end, End.ANSWER)
+
+    def _note_text(self, seq: Tracked, end: int) -> None:
+        """The request's text ends here."""
+        unit = self._spec.hit_tokens
+        prompt = min(len(seq.request.tokens), end) // unit
+        units = {*range(max(1, prompt - SLACK // unit), prompt + 1), end // unit, (end - 1) // unit} - {0}
+        size = self._num_bytes(end) - float(self._full_bytes * seq.shared_tokens)
+        self.returns.end(seq.keys, units, size, seq.came_from)
 
     def _note_ends(self, seq: Tracked, num_tokens: int, end: End) -> list[int]:
         """The last boundaries of these tokens, which are ends from now on."""
@@ -185,8 +235,8 @@ class Retention:
 
     def cool_in_host(self, seq: Tracked) -> None:
         """If the mode ``keeps_copies``: the host's copies of what the request's end supersedes become the oldest."""
-        start, stop = self._tables.arrays.superseded[seq.row].tolist()
-        if not self._mode.keeps_copies or start >= stop:
+        start, stop, _ = self._tables.arrays.superseded[seq.row].tolist()
+        if not self._mode.keeps_copies or start >= stop or seq.is_guest:
             return
         for g, group in enumerate(self._spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible

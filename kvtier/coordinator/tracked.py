@@ -83,6 +83,9 @@ class Tracked:
     wait_reason: str = ""
     waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
     went_on_from: int = 0  # its hit, if no other request had wanted one there: a conversation goes on
+    is_guest: bool = False  # others are kept whole instead of its content
+    came_from: int = -1  # the text that it goes on from, by its number in ``Returns``
+    shared_tokens: int = 0  # at its beginning, which other conversations have too
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     told: set[int] = field(default_factory=set)  # boundaries to anchor at: its caller says that others will part there
     anchored_at: int = -1  # tokens computed when its anchors were named last

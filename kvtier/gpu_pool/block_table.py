@@ -106,14 +106,14 @@ def release_row(
 ) -> None:
     """Releases everything, the end first so that it is evicted first, and clears the row.
 
-    Windows' and chunks' content in ``superseded`` is given up before all other.
+    Content in ``superseded`` is given up before all other.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     for g in range(len(geometry)):
         at, first, bt = row_at(geometry, g, r), np.int64(span[r, g, 0]), geometry[g, _BT]
         cold, stop = superseded[r, 0] // bt, superseded[r, 1] // bt
         if geometry[g, _KIND] == _FULL:
-            stop = cold
+            cold, stop = superseded[r, 2] // bt, np.int64(span[r, g, 1])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
             release(p, g, np.int64(table[_U(at + j)]), cold <= j < stop)
@@ -158,7 +158,7 @@ class BlockTables:
             tail=aligned.zeros((num_rows, unit), np.int32),
             eos=np.full((num_rows, 1), -1, np.int32),
             generated=np.zeros((num_rows, FIRST_SAMPLED), np.int32),
-            superseded=np.zeros((num_rows, 2), np.int64),
+            superseded=np.zeros((num_rows, 3), np.int64),
         )
         most = max(int(n) * group.block_tokens for n, group in zip(self.pools.usable, groups, strict=True))
         tokens = min(FIRST_UNITS * self.spec.hit_tokens, most)

@@ -36,6 +36,14 @@ class Phase(IntEnum):
     DECODE = 4  # exactly the last sampled token is still to be computed
 
 
+class Publish(IntEnum):
+    """What becomes of a row's full blocks."""
+
+    OUTDATED = 0  # a reset has outdated its content
+    TOLD = 1  # others find them, and stores may be planned
+    UNTOLD = 2  # others find them
+
+
 class Geo(IntEnum):
     """Columns of ``geometry``, one row per group."""
 
@@ -69,7 +77,7 @@ class RowCol(IntEnum):
     GENERATED = 3  # tokens sampled since the row was taken
     LAST = 4  # the newest token
     PHASE = 5
-    PUBLISH = 6  # 0 once a reset has outdated the row's content
+    PUBLISH = 6  # ``Publish``
     VERSION = 7  # grows when an entry of the row's tables becomes another block
 
 
@@ -84,7 +92,8 @@ class RowArrays(NamedTuple):
     tail: Int32s  # [M, u] tokens since then
     eos: Int32s  # [M, E] tokens that end the request; -1 unused
     generated: Int32s  # [M, cap] tokens sampled since the row was taken
-    superseded: Int64s  # [M, 2] tokens: from .. to; no other request is known to want the windows' content
+    superseded: Int64s  # [M, 3] tokens: from .. to; no other request is known to want the windows' content. From the
+    # third on, nobody is known to want that of full groups either
 
     # Views by name, for callers in Python.
 
@@ -130,7 +139,7 @@ class RowArrays(NamedTuple):
 
     @property
     def publish(self) -> Int64s:
-        """0 once a reset has outdated the row's content, int64 [M]."""
+        """``Publish``, int64 [M]."""
         return self.state[:, RowCol.PUBLISH]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.gpu_pool.row_state import Geo, RowArrays, RowCol, row_at
+from kvtier.gpu_pool.row_state import Geo, Publish, RowArrays, RowCol, row_at
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.key_index import prefetch_slot, publish
 from kvtier.pools.pool_loops import AHEAD, acquire, release
@@ -22,6 +22,7 @@ Int32s = npt.NDArray[np.int32]
 
 _NONE, _READY, _BASE = int(Mark.NONE), int(Mark.READY), int(Col.BASE)
 _UNITS, _VERSION = int(Geo.UNITS), int(RowCol.VERSION)
+_PUBLISH, _TOLD = int(RowCol.PUBLISH), int(Publish.TOLD)
 _U = np.uint64
 
 
@@ -80,7 +81,8 @@ def seal_range(
     geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
     r: Any, g: Any, first: Any, end: Any, keys: Any, n: Any, groups: Any, ids: Any, named: Any,
 ) -> Any:
-    """Names the logical blocks [first, end) of row r in group g; newly findable blocks are entries n, n + 1 ...
+    """Names the logical blocks [first, end) of row r in group g; newly findable blocks are entries n, n + 1 ... if it
+    is TOLD.
 
     Returns the number of entries.
     """
@@ -93,7 +95,7 @@ def seal_range(
         prefetch_slot(p, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
         low, high = keys[unit, 0], keys[unit, 1]
         b = seal_block(p, t, g, r, at + j, low, high)
-        if b != 0:
+        if b != 0 and state[r, _PUBLISH] == _TOLD:
             groups[n] = g
             ids[n] = b
             named[n, 0] = low
