@@ -129,17 +129,17 @@ def gone(text: str) -> Iterator[str]:
 def lost(text: str) -> Iterator[str]:
     """Paths between backticks that end in .py and are no file.
 
-    In a row of a table a path, or a name alone, may also go on from the folder of the one before.
+    In a row of a table a path, or a name alone, may also go on from the folder of the one before. Elsewhere a name alone
+    may be of any folder.
     """
     for line in text.splitlines():
-        bases = BENEATH
+        bases, is_row = BENEATH, line.startswith("|")
         for path in re.findall(r"`([\w/]+\.py)`", line):
-            if not (line.startswith("|") or "/" in path) or "NAME" in path:
-                continue
-            found = [base / path for base in bases if (base / path).is_file()]
-            if not found:
+            anywhere = [] if is_row or "/" in path else [of for folder in CODE for of in (ROOT / folder).rglob(path)]
+            found = anywhere or [base / path for base in bases if (base / path).is_file()]
+            if not found and "NAME" not in path:
                 yield path
-            elif line.startswith("|"):
+            elif is_row and found:
                 bases = [found[0].parent, *BENEATH]
 
 
@@ -151,8 +151,9 @@ def test_every_path_in_a_document_is_a_file(page: Path) -> None:
 def test_a_path_that_is_gone_is_seen() -> None:
     rows = ["| `remote/tier.py`, `spills.py`, `backends/uri.py`, `threads.py`, `audit/pools.py` |", "| `spills.py` |"]
     assert [*lost("\n".join(rows))] == ["spills.py"]
-    assert [*lost("`runner/sampling/gone.py`, `kvtier/remote/backends/NAME.py`, `core/test_keys.py`, `any.py`")] == [
-        "runner/sampling/gone.py"
+    assert [*lost("`runner/sampling/gone.py`, `kvtier/remote/backends/NAME.py`, `core/test_keys.py`, `mooncake.py`, `any.py`")] == [
+        "runner/sampling/gone.py",
+        "any.py",
     ]
 
 
