@@ -131,8 +131,8 @@ def gone(text: str) -> Iterator[str]:
 def lost(text: str) -> Iterator[str]:
     """Paths between backticks that end in .py and are no file.
 
-    In a row of a table a path, or a name alone, may also go on from the folder of the one before. Elsewhere a name alone
-    may be of any folder.
+    In a row of a table a path, or a name alone, may also go on from the folder of the one before. Elsewhere a name
+    alone may be of any folder.
     """
     for line in text.splitlines():
         bases, is_row = BENEATH, line.startswith("|")
