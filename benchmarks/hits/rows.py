@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from benchmarks.hits.bound import Whole, measure
 from benchmarks.hits.child import Child, Task, digest_of
 from benchmarks.hits.shapes import SHAPES
 from benchmarks.hits.sources import asks_of
+from runner.bench.replay.bound import Whole, measure
 
 KVTIER, VLLM = "kvtier", "vllm"
 MODULES = {KVTIER: "benchmarks.hits.serve", VLLM: "benchmarks.hits.vllm"}

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from benchmarks.hits.child import Found, Sizes, answer_all
-from benchmarks.hits.order import Order
 from benchmarks.hits.shapes import Local, Shape
 from benchmarks.hits.workloads import Ask
-from kvtier import (
-    CacheSpec,
-    ChunkedLocal,
-    FullAttention,
-    GroupSpec,
-    KVCache,
-    Request,
-    RequestTooLarge,
-    Scheduler,
-    SlidingWindow,
-)
+from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from runner.bench.replay.serve import serve as replay
 
 
 def spec_of(shape: Shape, block_tokens: int) -> CacheSpec:
@@ -44,43 +32,9 @@ def serve(
     step_tokens: int = 2048,
 ) -> Found:
     """``at_once``: requests that run at a time; ``queued``: others that wait in the engine meanwhile."""
-    order, said, found = Order(asked, at_once + queued), dict[str, int](), Found()
-    cache = KVCache(
-        spec_of(shape, block_tokens),
-        device_bytes=sizes.device_bytes,
-        host_bytes=sizes.host_bytes,
-        device="meta",
-        key_secret=b"s",
-        model_id="m",
-    )
-    with cache:
-        scheduler = Scheduler(cache, max_batched_tokens=step_tokens, max_running=at_once)
-        while order:
-            for k in order.begin():
-                try:
-                    scheduler.add(Request(str(k), asked[k].prompt, len(asked[k].answer)))
-                    said[str(k)] = 0
-                except RequestTooLarge:
-                    found.prompt_tokens += len(asked[k].prompt)
-                    found.failed += 1
-                    order.end(k)
-            step = scheduler.schedule()
-            ids = np.empty(len(step.sample_rows), np.int64)
-            for k, row in enumerate(step.sample_rows):
-                name = step.request_ids[row]
-                ids[k] = asked[int(name)].answer[said[name]]
-                said[name] += 1
-            for done in scheduler.commit(step, ids):
-                found.prompt_tokens += len(asked[int(done.request_id)].prompt)
-                if done.finish_reason == "length":
-                    for tier, count in done.cached_tokens.items():
-                        found.tiers[tier] += count
-                else:
-                    found.failed += 1
-                order.end(int(done.request_id))
-            if not step.num_tokens and order:
-                scheduler.wait(0.5)
-    return found
+    device_bytes, host_bytes = sizes.device_bytes, sizes.host_bytes
+    found = replay(asked, spec_of(shape, block_tokens), device_bytes, host_bytes, at_once, step_tokens, queued)
+    return Found(found.prompt_tokens, found.tiers, found.too_large + found.failed)
 
 
 if __name__ == "__main__":

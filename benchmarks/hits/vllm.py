@@ -16,11 +16,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from benchmarks.hits.child import Found, Sizes, answer_all
-from benchmarks.hits.order import Order
 from benchmarks.hits.shapes import Local, Shape
 from benchmarks.hits.workloads import Ask
 from benchmarks.vllm.shapes import engine_config
 from benchmarks.vllm.simulated import CONNECTORS, OFFLOADING, WORKERS
+from runner.bench.replay.order import Order
 
 PATIENCE = 8
 """Steps without a token after which the oldest request counts as one that can never run."""

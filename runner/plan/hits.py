@@ -58,7 +58,7 @@ def plan_hits(
         def progress(done: Iterator[int] = done, name: str = name) -> None:
             tell(f"{name}: {next(done):,} of {len(asked):,} requests")
 
-        found = serve(asked, spec, device, host, options.at_once, step_tokens, progress)
+        found = serve(asked, spec, device, host, options.at_once, step_tokens, progress=progress)
         memories.append(_hits(device, host, found, whole))
     return TracePlan(
         trace=Path(options.path).name,

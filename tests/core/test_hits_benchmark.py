@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from benchmarks.hits import traces
-from benchmarks.hits.bound import measure
 from benchmarks.hits.child import Sizes, digest_of
-from benchmarks.hits.order import Order
 from benchmarks.hits.rows import below
 from benchmarks.hits.serve import serve
 from benchmarks.hits.shapes import SHAPES
 from benchmarks.hits.workloads import PLAIN, WORKLOADS, Ask, Habit, chats
+from runner.bench.replay.bound import measure
+from runner.bench.replay.order import Order
 
 BLOCK = 16
 TALK = Habit(dropped=3, thought=40, edited=0.5, retrimmed=0.5)

@@ -24,6 +24,8 @@ class Order:
 
     def begin(self) -> Iterator[int]:
         """The requests that begin now."""
+        if len(self._busy) == self._at_once:
+            return
         for k in self._waiting[:AHEAD]:
             if len(self._busy) < self._at_once and self._asked[k].session not in self._busy:
                 self._waiting.remove(k)

@@ -50,13 +50,15 @@ def serve(
     host_bytes: int = 0,
     at_once: int = 1,
     step_tokens: int = 2048,
+    queued: int = 0,
     progress: Callable[[], object] = lambda: None,
 ) -> Found:
-    """``at_once``: requests that run at a time; of a session, one. ``progress`` is called when a request has ended.
+    """``at_once``: requests that run at a time; of a session, one. ``queued``: others that wait in the engine
+    meanwhile. ``progress`` is called when a request has ended.
 
     Raises ``MemoryUnavailable`` for a memory without room for one block of each group.
     """
-    order, said, found = Order(asked, at_once), dict[str, list[int]](), Found()
+    order, said, found = Order(asked, at_once + queued), dict[str, list[int]](), Found()
     with KVCache(spec, device="meta", device_bytes=device_bytes, host_bytes=host_bytes, key_secret=b"replay") as cache:
         scheduler = Scheduler(cache, max_batched_tokens=step_tokens, max_running=at_once)
         while order:
