@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.inbox import Inbox
     from kvtier.coordinator.match import Matcher
     from kvtier.coordinator.request import FinishReason
+    from kvtier.coordinator.returns import Returns
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
@@ -134,6 +135,11 @@ def wanted_keys(boundaries: Boundaries) -> set[bytes]:
 def boundaries(of: Whole) -> Boundaries:
     """What remembers where prompts were found again."""
     return coordinator(of).retention.boundaries
+
+
+def returns(of: Whole) -> Returns:
+    """What remembers how far apart conversations came back."""
+    return coordinator(of).retention.returns
 
 
 def num_marks(of: Whole) -> int:

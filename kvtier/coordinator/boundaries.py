@@ -90,12 +90,15 @@ class Boundaries:
         if name not in self._wanted and (end is not End.SHORT or name not in self._ends):
             _remember(self._ends, name, end)
 
+    def is_end(self, name: bytes) -> bool:
+        """Whether one text ends there, or its prompt, as far as is remembered."""
+        return self._ends.get(name, End.STEM) is not End.STEM
+
     def leave(self, name: bytes) -> bool:
         """The request that has found this boundary goes on from it. Returns whether it is the end of one text."""
-        is_end = self._ends.get(name, End.STEM) is not End.STEM
-        if is_end:
+        if self.is_end(name):
             _remember(self._left, name, None)
-        return is_end
+        return self.is_end(name)
 
     def learn(self, hit: Found | None, missed: Found | None = None) -> None:
         """A request begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``, which is

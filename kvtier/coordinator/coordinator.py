@@ -196,7 +196,7 @@ class Coordinator:
         state[RowCol.LIMIT] = min(len(request.tokens) + request.max_new_tokens, NO_LIMIT)
         state[RowCol.PUBLISH] = Publish.TOLD
         state[RowCol.GENERATED] = 0
-        self.retention.start(seq, match)
+        self.retention.start(seq, match, self.door.remote is None)
         if seq.is_guest:
             state[RowCol.PUBLISH] = Publish.UNTOLD
         self.tables.set_eos(row, request.eos_token_ids)

@@ -33,9 +33,9 @@ class Request:
     ``cache_salt``, ``adapter``, ``extra_keys``  partition the prefix cache: two requests share KV only if all three are
                           equal. Extra keys are str, bytes, int and tuples of them.
     ``priority``          smaller is served first; equal priorities in order of arrival.
-    ``boundaries``        numbers of prompt tokens after which other prompts are likely to go on otherwise: where the system
-                          prompt ends, or a document. A hint: it changes what the cache keeps, and nothing else. Each costs
-                          the memory of one window, as long as such places pay.
+    ``boundaries``        numbers of prompt tokens after which other prompts are likely to go on otherwise: where a
+                          system prompt or a document ends. A hint: it changes what is kept, and nothing else. Each
+                          costs the memory of one window, as long as such places pay.
 
     A request never changes: to assign to one of these raises ``AttributeError``. The constructor raises
     ``InvalidRequest``.

@@ -27,8 +27,10 @@ from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import BlockPools, Col, Ids
 
-NEVER = MAX_TOKENS = 2**40
+NEVER = 2**40
 """No text has so many tokens."""
+
+Bytes = npt.NDArray[np.float64]
 
 
 class Retention:
@@ -55,13 +57,14 @@ class Retention:
         """How far apart they came back."""
         self._block_bytes = np.array([group.block_bytes for group in spec.groups], np.float64)
         self._token_bytes = self._block_bytes / [group.block_tokens for group in spec.groups]
-        self._spans = np.array([group.attention.span_tokens or MAX_TOKENS for group in spec.groups])
+        self._spans = np.array([group.attention.span_tokens or NEVER for group in spec.groups])
         self._full_bytes = self._token_bytes[~self._is_local].sum()
 
     # --- a request's way --------------------------------------------------------------------------
 
-    def start(self, seq: Tracked, match: Match) -> None:
-        """The request begins in its row with this hit: the hit's boundary is wanted from now on.
+    def start(self, seq: Tracked, match: Match, is_all: bool) -> None:
+        """The request begins in its row with this hit: the hit's boundary is wanted from now on. ``is_all``: there is no
+        tier behind the host.
 
         If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
         this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.
@@ -80,32 +83,31 @@ class Retention:
                 stop = max(n, self._needed_from(last))
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
-        if not seq.preemptions:
+        if is_all and not seq.preemptions:
             self._note_return(seq, n)
         cold = (n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, NEVER)
         self._tables.arrays.superseded[seq.row] = cold
 
     def _note_return(self, seq: Tracked, hit: int) -> None:
-        """Whether the request is a guest."""
-        unit, size = self._spec.hit_tokens, self._num_bytes(len(seq.tokens))
-        seq.is_guest, seq.came_from = self.returns.begin(seq.keys, hit // unit, self._capacity, size)
-        if seq.came_from < 0:
-            seq.shared_tokens = hit
+        """Learns how long it was away, and so whether it is a guest."""
+        each = self._bytes_of(len(seq.tokens))
+        seq.is_guest, seq.came_from = self.returns.begin(
+            seq.keys, hit // self._spec.hit_tokens, self._capacity(each), float(each.sum())
+        )
+        unit, text = self._spec.hit_tokens, seq.came_from
+        seq.shared_tokens = hit if text < 0 else self.returns.shared(text) * unit
 
-    @property
-    def _capacity(self) -> float:
-        """Bytes for texts that do not run: in the host if it has all copies, else on the device."""
-        if self._host is not None and self._mode.keeps_copies:
-            return self._num_usable(self._host)
-        return self._num_usable(self._pools) - float(self._pools.column(Col.HELD) @ self._block_bytes)
+    def _capacity(self, each: Bytes) -> float:
+        """Bytes for texts that do not run, if ``each`` group has such a part of them: in the host if it has all copies,
+        else on the device."""
+        in_host = self._host if self._mode.keeps_copies else None
+        pools, held = (self._pools, self._pools.column(Col.HELD)) if in_host is None else (in_host, 0)
+        room = (pools.usable - held) * self._block_bytes
+        return float(room.max() if pools.shared else (room / each).min() * each.sum())
 
-    def _num_usable(self, pools: BlockPools) -> float:
-        each = pools.usable * self._block_bytes
-        return float(each.max() if pools.shared else each.sum())
-
-    def _num_bytes(self, num_tokens: int) -> float:
-        """Of a text, with the windows and chunks at its end."""
-        return float(self._token_bytes @ np.minimum(num_tokens, self._spans))
+    def _bytes_of(self, num_tokens: int) -> Bytes:
+        """Of a text, by group, with the windows and chunks at its end."""
+        return self._token_bytes * np.minimum(num_tokens, self._spans)
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
@@ -137,15 +139,17 @@ class Retention:
             self._stores.touch_or_store(groups, blocks, keys, self.superseded(seq, groups, at))
 
     def seal_branches(self, seq: Tracked, computed: int, end: int) -> list[int]:
-        """Tokens from ``computed`` to ``end`` are there now: names the blocks of hits at branches, which others want, and
-        at the boundaries that the caller has told of. Returns them."""
+        """Tokens from ``computed`` to ``end`` are there now: names the blocks of hits at branches, which others want,
+        and at the boundaries that the caller has told of. Returns them."""
         superseded = self._tables.arrays.superseded
         sealed = [b for b in sorted(seq.branches | seq.told) if computed < b <= end]
         for boundary in sealed:
             self._tables.seal_anchors(seq.row, [boundary], seq.keys)
+            name = self._key(seq, boundary)
             if boundary in seq.branches:
-                self.boundaries.want(self._key(seq, boundary))
-            superseded[seq.row] = np.maximum(superseded[seq.row], boundary)
+                self.boundaries.want(name)
+            if not (seq.is_guest and self.boundaries.is_end(name)):  # else it is a guest's own end, which has gone
+                superseded[seq.row] = np.maximum(superseded[seq.row], boundary)
             seq.branches.discard(boundary)
             seq.told.discard(boundary)
         return sealed
@@ -219,8 +223,8 @@ class Retention:
         unit = self._spec.hit_tokens
         prompt = min(len(seq.request.tokens), end) // unit
         units = {*range(max(1, prompt - SLACK // unit), prompt + 1), end // unit, (end - 1) // unit} - {0}
-        size = self._num_bytes(end) - float(self._full_bytes * seq.shared_tokens)
-        self.returns.end(seq.keys, units, size, seq.came_from)
+        size = float(self._bytes_of(end).sum() - self._full_bytes * seq.shared_tokens)
+        self.returns.end(seq.keys, units, size, seq.came_from, seq.shared_tokens // unit)
 
     def _note_ends(self, seq: Tracked, num_tokens: int, end: End) -> list[int]:
         """The last boundaries of these tokens, which are ends from now on."""

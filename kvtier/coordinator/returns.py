@@ -46,6 +46,7 @@ class Returns:
         self._names = np.zeros(NAMES, np.uint64)
         self._text_of = np.zeros(NAMES, np.int64)
         self._sizes: Bytes = np.zeros(TEXTS)
+        self._shared = np.zeros(TEXTS, np.int64)  # units at their beginning that other conversations have too
         self._count = 0  # texts so far
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # tokens of prompts that came back, by distance
 
@@ -58,17 +59,23 @@ class Returns:
         is_there, text = False, -1
         if len(known):
             units, text = int(known[-1]) + 1, int(self._text_of[places[known[-1]]])
-            is_there = hit_units >= units
+            is_there = hit_units - self.shared(text) >= (units - self.shared(text)) / 2  # else little is lost with it
             self._found *= FADES
             self._found[_bin_of(self._used_since(text) + size)] += units
         return not is_there and self._keeps_some(capacity) and not _wins(highs), text
 
-    def end(self, keys: KeyArray, ends: Iterable[int], size: float, before: int) -> None:
-        """A text has ended. Later ones may go on from these ends, in units. ``size``: its bytes that no other text
-        has. ``before``: the text that it has gone on from, which it replaces."""
+    def shared(self, text: int) -> int:
+        """Units at a text's beginning that other conversations have too."""
+        return int(self._shared[text % TEXTS])
+
+    def end(self, keys: KeyArray, ends: Iterable[int], size: float, before: int, shared: int = 0) -> None:
+        """A text has ended. Later ones may go on from these ends, in units. ``size``: its bytes that no other
+        conversation has; ``shared``: units that others have. ``before``: the text that it has gone on from, which it
+        replaces."""
         if before >= max(0, self._count - TEXTS):
             self._sizes[before % TEXTS] = 0
         self._sizes[self._count % TEXTS] = size
+        self._shared[self._count % TEXTS] = shared
         for units in ends:
             high = keys[units * self._links - 1, 1]
             self._names[int(high) % NAMES] = high

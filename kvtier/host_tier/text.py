@@ -149,10 +149,10 @@ class HostText:
         self.drop()
         name = self._key(hit.end)
         parts.boundaries.learn((name, hit.end))
-        if parts.boundaries.want(name) and parts.boundaries.leave(name):
-            if not parts.boundaries.pays(End.LEFT):
-                self._passing.add(hit.end)
-                self._went_on_from = hit.end
+        goes_on = parts.boundaries.want(name) and parts.boundaries.leave(name)
+        if goes_on and not parts.boundaries.pays(End.LEFT):
+            self._passing.add(hit.end)
+            self._went_on_from = hit.end
         return ticket
 
     # --- what is given ----------------------------------------------------------------------------

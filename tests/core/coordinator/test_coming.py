@@ -1,0 +1,48 @@
+"""Waiting requests: what they will hit stays warm."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.driving import Serving, prompt
+from kvtier import FullAttention, SlidingWindow
+from kvtier.coordinator import coming
+from kvtier.testing import canary_spec
+
+SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
+
+
+def found_after_others(serving: Serving) -> int:
+    """Tokens that a request finds of its own text, if it waits while more than fits comes and goes."""
+    text = prompt(0, 40)
+    serving.serve("first", text, 1)
+    serving.add("runs", prompt(1, 30), 40)
+    serving.steps_until(lambda: serving.known("runs") > 30)
+    for k in range(3):
+        serving.add(f"before it {k}", prompt(2 + k, 40), 1)
+    serving.add("waits", text, 1)
+    serving.run()
+    return sum(serving.finished["waits"].cached_tokens.values())
+
+
+@pytest.mark.parametrize("host", [None, {"full": 34, "near": 40}])
+def test_what_is_admitted_before_it_does_not_push_it_out(make_serving, monkeypatch, host) -> None:
+    def found() -> int:
+        room = {"full": 34, "near": 40}
+        tiers = [room] if host is None else [{"full": 24, "near": 16}, host]
+        return found_after_others(make_serving(SPEC, *tiers, scheduler={"max_running": 1}))
+
+    assert found() == 36
+    monkeypatch.setattr(coming.Coming, "keep_warm", lambda self: None)
+    assert found() < 36
+
+
+def test_a_long_queue_costs_a_step_a_bounded_number_of_looks(make_serving, monkeypatch) -> None:
+    monkeypatch.setattr(coming, "MOST_TOKENS", 100)
+    serving = make_serving(SPEC, {"full": 100, "near": 40}, scheduler={"max_running": 1})
+    serving.add("runs", prompt(1, 30), 40)
+    serving.steps_until(lambda: serving.known("runs") > 30)
+    for k in range(20):
+        serving.add(f"{k}", prompt(0, 40), 1)
+    serving.step()
+    assert [seq.is_warm for seq in serving.scheduler.waiting] == [True] * 2 + [False] * 18
