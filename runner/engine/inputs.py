@@ -89,8 +89,8 @@ class Inputs:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def chat(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
-        """One conversation as a prompt with ids, through the model's chat template. Its boundary is the end of the system
-        prompt and the tools.
+        """One conversation as a prompt with ids, through the model's chat template. Its boundary is the end of the
+        system prompt and the tools.
 
         ``options``: for the template: tools, documents, add_generation_prompt, continue_final_message and its own
         options. Raises ``InvalidRequest`` for messages that it refuses, and for a template in ``options``.

@@ -1,8 +1,8 @@
 """Stems: what conversations with one system prompt and the same tools have in common, in tokens.
 
 Owns       the stems of late, in 4 MB.
-Promises   a stem's end is a place in the prompt up to which other users' conversations have the same tokens. Where there
-           is no such place nothing is told: no chat fails since a template refuses what is asked here.
+Promises   up to its stem's end a prompt has the tokens that other users' prompts have. Where a template does not let us
+           know, nothing is told: no chat fails for it.
 Does not   know templates: it renders two conversations that differ in the user's words alone.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST = 64
-"""Tokens of a stem that is told: to compute fewer costs less than a window's memory."""
+"""Tokens of a stem that is told: fewer are not worth a window's memory."""
 MOST = 2**20
 """Tokens that are kept."""
 USERS = "0", "1"
@@ -38,8 +38,8 @@ class Stems:
         self._tokens = 0
 
     def ends(self, ids: Sequence[int], messages: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """The end of the stem of ``ids``, which the template has made of ``messages`` with ``options``; () if it has
-        neither system prompt nor tools, or is short."""
+        """Where the stem of ``ids`` ends, which the template has made of ``messages`` with ``options``; () if it is
+        short, or there is neither a system prompt nor a tool."""
         system = [*takewhile(_is_system, messages)]
         if len(ids) < LEAST or not (system or options.get("tools")):
             return ()
@@ -52,8 +52,9 @@ class Stems:
 
     def _stem(self, system: list[Any], options: Mapping[str, Any]) -> npt.NDArray[np.int32]:
         options = {**options, "add_generation_prompt": True, "continue_final_message": False}
-        all_of_it = date.today(), self._tokenizer.chat_template, system, sorted(options.items())  # templates write dates
-        key = blake2b(repr(all_of_it).encode(), digest_size=16).digest()
+        today = date.today()  # templates write it
+        asked = repr((today, self._tokenizer.chat_template, system, sorted(options.items())))
+        key = blake2b(asked.encode(), digest_size=16).digest()
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
