@@ -73,9 +73,9 @@ class LLM(Service):
         ``use_tqdm``: False shows no bar; a function that makes a bar as ``tqdm`` does is taken too.
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the latter two with an
-        optional "cache_salt" and "priority". Raises ``InvalidRequest`` and ``RequestTooLarge`` before any prompt runs,
-        and the errors of a forward. A fault of one prompt alone (logits that are not finite, a grammar that fails) is
-        the ``error`` of its output.
+        optional "cache_salt", "priority" and "boundaries", as ``Request`` has them. Raises ``InvalidRequest`` and
+        ``RequestTooLarge`` before any prompt runs, and the errors of a forward. A fault of one prompt alone (logits
+        that are not finite, a grammar that fails) is the ``error`` of its output.
         """
         called_s = time.perf_counter()
         self.thread.check()

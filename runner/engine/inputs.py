@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from kvtier import InvalidRequest
 from kvtier.machine.integers import shown
+from runner.engine.stems import Stems
 from runner.model.hybrid import HybridModel
 
 Prompt = str | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
 
-_BESIDE = {"cache_salt", "priority"}
+_BESIDE = {"cache_salt", "priority", "boundaries"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Inputs:
         self.tokenizer = model.tokenizer
         self.vocab_size = model.vocab_size
         self.max_tokens = model.max_tokens
+        self._stems = Stems(model.tokenizer)
 
     def read(self, prompt: Prompt) -> Given:
         """A prompt in any of its forms, short enough for the model."""
@@ -44,8 +46,8 @@ class Inputs:
         given = [extra.pop(name) for name in ("prompt", "prompt_token_ids") if name in extra]
         if len(given) != 1 or set(extra) - _BESIDE:
             raise InvalidRequest(
-                "a prompt as a dict has either prompt or prompt_token_ids, and may have cache_salt and priority; this "
-                f"one has {sorted(map(str, prompt)) if isinstance(prompt, Mapping) else 'neither'}"
+                "a prompt as a dict has either prompt or prompt_token_ids, and may have cache_salt, priority and "
+                f"boundaries; this one has {sorted(map(str, prompt)) if isinstance(prompt, Mapping) else 'neither'}"
             )
         ids = self.encode(given[0])
         limit, length = self.max_tokens, len(ids)
@@ -86,8 +88,9 @@ class Inputs:
         """Whether the model knows conversations."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def chat(self, messages: Sequence[Any], **options: Any) -> list[int]:
-        """Token ids of one conversation, through the model's chat template.
+    def chat(self, messages: Sequence[Any], **options: Any) -> dict[str, Any]:
+        """One conversation as a prompt with ids, through the model's chat template. Its boundary is the end of the
+        system prompt and the tools.
 
         ``options``: for the template: tools, documents, add_generation_prompt, continue_final_message and its own
         options. Raises ``InvalidRequest`` for messages that it refuses, and for a template in ``options``.
@@ -108,7 +111,7 @@ class Inputs:
         except Exception as problem:  # a checkpoint's template raises what it likes
             text = " ".join(f"{type(problem).__name__}: {problem}".split())
             raise InvalidRequest(f"the chat template refuses these messages ({text})") from problem
-        return list(ids)
+        return {"prompt_token_ids": list(ids), "boundaries": self._stems.ends(ids, messages, options)}
 
 
 def as_list(prompts: Any) -> list[Prompt]:

@@ -51,10 +51,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Read:
-    """A prompt that was read: its text if it came as text, and its ids, int64 [n]."""
+    """A prompt that was read: its text if it came as text, its ids, int64 [n], and where others may part from it."""
 
     text: str | None
     token_ids: np.ndarray
+    boundaries: tuple[int, ...] = ()
 
 
 class Served:
@@ -157,8 +158,9 @@ class Served:
             "continue_final_message": goes_on,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        ids = self.llm.inputs.chat(messages, **(extra | given | options))
-        return Read(None, self._checked(self.llm.inputs.encode(ids)))
+        prompt = self.llm.inputs.chat(messages, **(extra | given | options))
+        ids = self.llm.inputs.encode(prompt["prompt_token_ids"])
+        return Read(None, self._checked(ids), prompt["boundaries"])
 
     def _check_text(self, letters: int) -> None:
         """Refuses, unread, what has more tokens than any prompt may have, however few they are."""

@@ -58,7 +58,7 @@ async def outputs(
     for prompt, one in zip(prompts, params, strict=True):
         own = uuid.uuid4().hex
         ticket.engine_ids.append(own)
-        given = {"prompt_token_ids": prompt.token_ids}
+        given = {"prompt_token_ids": prompt.token_ids, "boundaries": prompt.boundaries}
         runs.append(served.llm.generate(given, one, own, cache_salt=cache_salt, priority=priority, share=share))
     served.llm.explanations.name(ticket.name, ticket.engine_ids, ticket.owner)
     if served.tracing is not None:

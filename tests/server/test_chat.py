@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import httpx
 import openai
 import pytest
+from patience import PATIENCE_S
 
-from runner import needle
-from server.running import Running
+from runner import AsyncLLM, needle
+from runner.engine import stems
+from server.running import Running, serving
 
 PROMPT = needle.make_prompt(200, seed=3)
 ANSWER = PROMPT.answer.removesuffix(" .")
@@ -36,6 +41,28 @@ def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> No
     told = client.chat.completions.create(**{**ASK, "messages": turns}, max_completion_tokens=2)
     assert told.usage.prompt_tokens_details.cached_tokens >= 160
     assert told.usage.completion_tokens == 2
+
+
+def test_the_second_user_of_a_system_prompt_hits_up_to_its_end(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside tools that the template does not write, streamed, and with several answers."""
+    system = {"role": "system", "content": " ".join(f"w{k % 120}" for k in range(200))}
+    ask = {"max_tokens": 1, "stream_options": {"include_usage": True}, "n": 2, "tools": [TOOL]}
+
+    def cached(said: str, **more: Any) -> int:
+        turns = [system, {"role": "user", "content": f"{said} " * 400}]
+        answer = web.post("/v1/chat/completions", json={**ask, **more, "messages": turns, "stream": True}).text
+        usage = json.loads(answer.split("data: ")[-2])["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    with (
+        AsyncLLM(llm.model, device_memory="16MiB", host_memory=0) as own,
+        serving(own) as running,
+        httpx.Client(base_url=running.url, timeout=PATIENCE_S) as web,
+    ):
+        opening = 4  # <bos> page section S0
+        assert [cached(said) for said in ("w7", "w8", "0")] == [0] + [(200 + opening) // 16 * 16] * 2
+        monkeypatch.setattr(stems, "LEAST", 10_000)
+        assert [cached(said, cache_salt="not told") for said in ("w7", "w8")] == [0, 0]
 
 
 def test_parts_of_text_are_taken_and_images_are_refused(client: openai.OpenAI) -> None:

@@ -34,6 +34,27 @@ MUTATIONS = (
         ("_outputs", "self.sampling.cache_salt", "None"),
     ),
     mutation(
+        "server_does_not_tell_where_system_prompts_end",
+        "",
+        "the second user of a system prompt waits for all of it to be computed",
+        "server/chat",
+        ("outputs", "prompt.boundaries", "()"),
+    ),
+    mutation(
+        "chats_fail_where_a_template_refuses_the_users_of_a_stem",
+        "",
+        "a chat that only its own roles fit is refused, or fails, for the sake of a hint",
+        "served/stems",
+        ("Stems.ends", "Exception", "ZeroDivisionError"),
+    ),
+    mutation(
+        "stems_are_as_long_as_what_two_users_share",
+        "",
+        "a hint points behind the prompt's end, or to a place that no other prompt shares",
+        "served/stems",
+        ("Stems.ends", "_shared(stem, ids)", "len(stem)"),
+    ),
+    mutation(
         "server_goes_on_for_clients_that_have_gone",
         "",
         "answers are computed to their end that nobody reads",
