@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.coordinator.coordinator import Coordinator
+from kvtier.coordinator.returns import NEVER
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.tracked import Tracked
 from kvtier.pools.block_pool import BlockPools, Col
 
-MOST_TOKENS = 131_072
-"""Tokens of the queue's head that are looked at in a step: a millisecond at most."""
-TURNS = 8
-"""The hits are touched again once a pool has given up this part of its blocks: few are lost between, and to touch them
-costs less than what was pushed out meanwhile."""
+MOST_TOKENS, MOST_REQUESTS = 131_072, 8
+"""Of the queue's head, those that are looked at in a step: a millisecond at most. More are looked at once, when they come.
+"""
 
 
 class Coming:
@@ -32,14 +30,17 @@ class Coming:
         self._coordinator = coordinator
         self._roster = roster
         self._pools = pools
-        self._evicted = self._count()
+        groups = coordinator.spec.groups
+        self._block_tokens = np.array([group.block_tokens for group in groups])
+        self._spans = np.array([group.attention.span_tokens or NEVER for group in groups])
+        self.is_stale = False
+        """Whether a request has left its row since: its content is newer than the hits of those that wait."""
 
     def keep_warm(self) -> None:
-        """At the end of a step's planning: some requests wait."""
-        if self._has_turned():
-            todo = [*self._head()]
-        else:
-            todo = [seq for seq in self._head() if not seq.is_warm]
+        """Some requests wait, and some of them may be admitted next."""
+        again = self.is_stale and self._is_short(sum(len(seq.tokens) for seq in self._head()))
+        self.is_stale &= not again
+        todo = [seq for k, seq in enumerate(self._head()) if not seq.is_warm or (again and k < MOST_REQUESTS)]
         for seq in reversed(todo):  # the head of the queue is needed first, so it is touched last
             seq.is_warm = True
             match = self._coordinator.match(seq)
@@ -55,14 +56,7 @@ class Coming:
                 return
             yield seq
 
-    def _count(self) -> npt.NDArray[np.int64]:
-        return np.concatenate([pools.column(Col.EVICTED) for pools in self._pools])
-
-    def _has_turned(self) -> bool:
-        """Whether a pool has given up an eighth of its blocks since this was last so."""
-        evicted = self._count()
-        owned = np.concatenate([pools.owned for pools in self._pools])
-        if not np.any(TURNS * (evicted - self._evicted) > owned):
-            return False
-        self._evicted = evicted
-        return True
+    def _is_short(self, num_tokens: int) -> bool:
+        """Whether so many tokens would push something out."""
+        spare = [(pools.column(Col.EMPTY) + pools.unused) * self._block_tokens for pools in self._pools]
+        return any(bool(np.any(tokens < np.minimum(num_tokens, self._spans))) for tokens in spare)

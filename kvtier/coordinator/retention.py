@@ -19,19 +19,13 @@ import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.returns import Returns
+from kvtier.coordinator.returns import NEVER, Returns, TextBytes
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.options import StoreMode
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import BlockPools, Col, Ids
-
-NEVER = 2**40
-"""No text has so many tokens."""
-
-Bytes = npt.NDArray[np.float64]
-
 
 class Retention:
     """Which content of requests stays warm: on the device and, if ``mode`` stores blocks, in the host."""
@@ -55,10 +49,7 @@ class Retention:
         self._host = host
         self.returns = Returns(spec.hit_tokens // spec.hash_tokens)
         """How far apart they came back."""
-        self._block_bytes = np.array([group.block_bytes for group in spec.groups], np.float64)
-        self._token_bytes = self._block_bytes / [group.block_tokens for group in spec.groups]
-        self._spans = np.array([group.attention.span_tokens or NEVER for group in spec.groups])
-        self._full_bytes = self._token_bytes[~self._is_local].sum()
+        self._sizes = TextBytes(spec.groups)
 
     # --- a request's way --------------------------------------------------------------------------
 
@@ -90,24 +81,11 @@ class Retention:
 
     def _note_return(self, seq: Tracked, hit: int) -> None:
         """Learns how long it was away, and so whether it is a guest."""
-        each = self._bytes_of(len(seq.tokens))
-        seq.is_guest, seq.came_from = self.returns.begin(
-            seq.keys, hit // self._spec.hit_tokens, self._capacity(each), float(each.sum())
-        )
-        unit, text = self._spec.hit_tokens, seq.came_from
-        seq.shared_tokens = hit if text < 0 else self.returns.shared(text) * unit
-
-    def _capacity(self, each: Bytes) -> float:
-        """Bytes for texts that do not run, if ``each`` group has such a part of them: in the host if it has all copies,
-        else on the device."""
-        in_host = self._host if self._mode.keeps_copies else None
-        pools, held = (self._pools, self._pools.column(Col.HELD)) if in_host is None else (in_host, 0)
-        room = (pools.usable - held) * self._block_bytes
-        return float(room.max() if pools.shared else (room / each).min() * each.sum())
-
-    def _bytes_of(self, num_tokens: int) -> Bytes:
-        """Of a text, by group, with the windows and chunks at its end."""
-        return self._token_bytes * np.minimum(num_tokens, self._spans)
+        each, unit = self._sizes.of(len(seq.tokens)), self._spec.hit_tokens
+        host = self._host if self._mode.keeps_copies else None  # which has copies of all
+        room = self._sizes.room(host or self._pools, each, 0 if host else self._pools.column(Col.HELD))
+        seq.is_guest, text = self.returns.begin(seq.keys, hit // unit, room, float(each.sum()))
+        seq.came_from, seq.shared_tokens = text, hit if text < 0 else self.returns.shared(text) * unit
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
@@ -223,7 +201,7 @@ class Retention:
         unit = self._spec.hit_tokens
         prompt = min(len(seq.request.tokens), end) // unit
         units = {*range(max(1, prompt - SLACK // unit), prompt + 1), end // unit, (end - 1) // unit} - {0}
-        size = float(self._bytes_of(end).sum() - self._full_bytes * seq.shared_tokens)
+        size = self._sizes.alone(end, seq.shared_tokens)
         self.returns.end(seq.keys, units, size, seq.came_from, seq.shared_tokens // unit)
 
     def _note_ends(self, seq: Tracked, num_tokens: int, end: End) -> list[int]:

@@ -16,12 +16,15 @@ where the curve of hits is not concave is Talus (Beckmann and Sanchez, HPCA 2015
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.keys import KeyArray
+from kvtier.geometry.spec import Attention
+from kvtier.pools.block_pool import BlockPools
 
 TEXTS = 4096
 """Texts whose sizes are remembered."""
@@ -35,7 +38,48 @@ GAIN = 1.25
 LOTTERY = 16
 """While only some are kept, one in so many of the others takes the place of one of them: what is kept stays current."""
 
+NEVER = 2**40
+"""No text has so many tokens."""
+
 Bytes = npt.NDArray[np.float64]
+
+
+class Sized(Protocol):
+    """A group, as far as the size of texts is concerned."""
+
+    @property
+    def attention(self) -> Attention:
+        """What its queries see."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+
+
+class TextBytes:
+    """What texts take in pools of these groups. Bytes by group are float64 [groups]."""
+
+    def __init__(self, groups: Sequence[Sized]) -> None:
+        self._of_block = np.array([group.block_bytes for group in groups], np.float64)
+        self._of_token = self._of_block / [group.block_tokens for group in groups]
+        self._spans = np.array([group.attention.span_tokens or NEVER for group in groups])
+
+    def of(self, num_tokens: int) -> Bytes:
+        """Of a text, with the windows and chunks at its end."""
+        return self._of_token * np.minimum(num_tokens, self._spans)
+
+    def alone(self, num_tokens: int, shared: int) -> float:
+        """Of a text that shares its first tokens with other conversations."""
+        return float((self.of(num_tokens) - self._of_token * np.where(self._spans == NEVER, shared, 0)).sum())
+
+    def room(self, pools: BlockPools, each: Bytes, held: Any = 0) -> float:
+        """For texts of which ``each`` group has such a part, beside the blocks that are ``held``, by group."""
+        room = (pools.usable - held) * self._of_block
+        return float(room.max() if pools.shared else (room / each).min() * each.sum())
 
 
 class Returns:

@@ -233,9 +233,8 @@ class Scheduler:
         else:
             self._extension.plan()
         if self._roster.waiting:
-            self._admission.admit_waiting(self._entries)
-        if self._roster.waiting:
             self._coming.keep_warm()
+            self._admission.admit_waiting(self._entries)
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         step = self._running.make_step()
@@ -332,6 +331,7 @@ class Scheduler:
         if self._journal.is_on:
             self._journal.add(seq.request.request_id, cause)
         self._running.leave(seq, comes_back=True)
+        self._coming.is_stale = True
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._roster.enqueue(seq)
@@ -343,6 +343,7 @@ class Scheduler:
         reason = self._inbox.decide(seq, reason)
         if seq.row >= 0:
             self._running.leave(seq)
+            self._coming.is_stale = True
         else:
             self._roster.drop(seq)
         seq.move(State.FINISHED)

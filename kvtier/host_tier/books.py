@@ -26,6 +26,7 @@ from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.match import Matcher
+from kvtier.coordinator.returns import Returns, TextBytes
 from kvtier.coordinator.seek import ComputeSeconds
 from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
@@ -98,6 +99,9 @@ class HostBooks:
             stores=StorePolicy(self._connector, device_side, self._pools),
             matcher=Matcher(nothing, self._pools),
             door=RemoteDoor(self._connector, nothing, lambda text: text.found),
+            pools=self._pools,
+            returns=Returns(self.spec.hit_tokens // self.spec.hash_tokens),
+            sizes=TextBytes(self.spec.groups),
         )
 
     @property

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.coordinator.boundaries import Boundaries
 from kvtier.coordinator.door import RemoteDoor
 from kvtier.coordinator.match import Match, Matcher
+from kvtier.coordinator.returns import Returns, TextBytes
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
@@ -26,7 +27,7 @@ from kvtier.geometry.outside import OutsideSpec
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest
 from kvtier.machine.forks import of_another_process, watch
-from kvtier.pools.block_pool import Ids
+from kvtier.pools.block_pool import BlockPools, Ids
 from kvtier.remote.moves import Seek
 
 Int64s = npt.NDArray[np.int64]
@@ -85,6 +86,9 @@ class HostParts:
     stores: StorePolicy
     matcher: Matcher
     door: RemoteDoor[Question]
+    pools: BlockPools
+    returns: Returns
+    sizes: TextBytes
     boundaries: Boundaries = field(default_factory=Boundaries)
     loads: dict[int, bool] = field(default_factory=dict)
     """Loads by ticket: whether the end was reported, and only the release is to come."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import End
+from kvtier.coordinator.boundaries import SLACK, End, needed_from
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
@@ -48,6 +48,11 @@ class HostText:
         self._branches: set[int] = set()  # boundaries at which others part from it
         self._went_on_from = 0  # its hit, if no other text had wanted one there
         self._has_ended = False  # its prompt has: a further end is the answer's
+        self._is_guest = False  # others are kept whole instead of its content
+        self._came_from: int | None = None  # the text that it goes on from, once it has matched
+        self._hit_before = 0  # what it has begun with: windows before that one's are not there
+        self._shared = 0  # tokens at its beginning, which other conversations have too
+        self._ends: set[int] = set()  # boundaries from which later texts may go on
         self._passing: set[int] = set()  # boundaries whose windows no other text is known to want
 
     def extend(self, keys: KeyArray) -> None:
@@ -85,6 +90,9 @@ class HostText:
             if parts.door.is_waiting(self._sought):
                 parts.asking.add(self._sought)
                 return replace(nothing, is_sought=True)
+        self._hit_before = max(self._hit_before, start, found.num_tokens)
+        if self._came_from is None:
+            self._learn(self._hit_before, found.full_tokens, num_tokens)
         if found.full_tokens > found.num_tokens:
             self._branches.add(found.full_tokens)
         if found.num_tokens <= start:
@@ -95,6 +103,19 @@ class HostText:
         if not hit.is_pending:
             self._hold(hit)
         return hit
+
+    def _learn(self, hit: int, full: int, num_tokens: int) -> None:
+        """The first match, of a text of ``num_tokens`` tokens: what it tells of ends, and whether the text is a
+        guest."""
+        parts, unit = self._parts, self._parts.spec.hit_tokens
+        missed = (self._key(full), full) if full > hit else None
+        parts.boundaries.learn((self._key(hit), hit) if hit else None, missed)
+        each = parts.sizes.of(num_tokens)
+        guest, text = parts.returns.begin(
+            self._keys, hit // unit, parts.sizes.room(parts.pools, each), float(each.sum())
+        )
+        self._is_guest = guest and parts.door.remote is None
+        self._came_from, self._shared = text, hit if text < 0 else parts.returns.shared(text) * unit
 
     def _hold(self, hit: HostHit) -> None:
         self._hit = self._parts.held[self._name] = hit
@@ -148,7 +169,6 @@ class HostText:
         parts.loads[ticket] = False
         self.drop()
         name = self._key(hit.end)
-        parts.boundaries.learn((name, hit.end))
         goes_on = parts.boundaries.want(name) and parts.boundaries.leave(name)
         if goes_on and not parts.boundaries.pays(End.LEFT):
             self._passing.add(hit.end)
@@ -187,7 +207,9 @@ class HostText:
         boundaries = {b for b in self._branches if self._stored < b <= known}
         unit = parts.spec.hit_tokens
         ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
-        blocks = self._blocks(self._worth(boundaries | ends, 0 if ends else self._stored, known), blocks_of)
+        slack = ends if not self._has_ended and self._pays(End.PROMPT, End.SHORT) else set()
+        worth = [] if self._is_guest else self._worth(boundaries | ends, slack, 0 if ends else self._stored, known)
+        blocks = self._blocks(worth, blocks_of)
         for boundary in boundaries:
             parts.boundaries.want(self._key(boundary))
         self._branches -= boundaries
@@ -218,15 +240,23 @@ class HostText:
         self._parts.check_blocks(groups, blocks)
         return groups, at, blocks
 
-    def _worth(self, boundaries: Collection[int], since: int, known: int) -> list[tuple[int, Int64s]]:
-        """Groups with the logical blocks to store, each once: of full groups from token ``since`` to ``known``."""
+    def _pays(self, *ends: End) -> bool:
+        return all(map(self._parts.boundaries.pays, ends))
+
+    def _worth(
+        self, boundaries: Collection[int], slack: Collection[int], since: int, known: int
+    ) -> list[tuple[int, Int64s]]:
+        """Groups with the logical blocks to store, each once: of full groups from token ``since`` to ``known``. Hits
+        shortly before the boundaries in ``slack`` are to be found too."""
         worth = []
         for g, group in enumerate(self._parts.spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible
             if group.attention.kind is Kind.FULL:
                 worth.append((g, np.arange(since // bt, known // bt)))
             elif boundaries:
-                wanted = [np.arange(see(b) // bt, b // bt) for b in boundaries]
+                least = {b: see(b) for b in boundaries}
+                least |= {b: max(needed_from(group.attention, b), min(see(self._hit_before), least[b])) for b in slack}
+                wanted = [np.arange(least[b] // bt, b // bt) for b in boundaries]
                 worth.append((g, np.unique(np.concatenate(wanted))))
         return [(g, at) for g, at in worth if len(at)]
 
@@ -244,6 +274,13 @@ class HostText:
         end, self._has_ended = End.ANSWER if self._has_ended else End.PROMPT, True
         for boundary in ends:
             parts.boundaries.end(self._key(boundary), end)
+        self._ends |= ends
+        if end is End.PROMPT:
+            unit = parts.spec.hit_tokens
+            short = range(max(unit, last - SLACK // unit * unit), last, unit)
+            for boundary in short:
+                parts.boundaries.end(self._key(boundary), End.SHORT)
+            self._ends |= {*short}
         if end is End.ANSWER or not parts.boundaries.pays(end):
             self._passing |= {b for b in ends if not parts.boundaries.is_wanted(self._key(b))}
 
@@ -266,6 +303,11 @@ class HostText:
     def close(self) -> None:
         """The engine follows the text no more. Its stored content stays; loads go on."""
         self.drop()
+        if not self._is_closed and self._ends and self._came_from is not None and not self._is_outdated:
+            parts, unit = self._parts, self._parts.spec.hit_tokens
+            size = parts.sizes.alone(max(self._ends), self._shared)
+            units = [boundary // unit for boundary in self._ends]
+            parts.returns.end(self._keys, units, size, self._came_from, self._shared // unit)
         self._is_closed = True
 
     def __enter__(self) -> HostText:
