@@ -19,8 +19,7 @@ from kvtier.coordinator.tracked import Tracked
 from kvtier.pools.block_pool import BlockPools, Col
 
 MOST_TOKENS, MOST_REQUESTS = 131_072, 8
-"""Of the queue's head, those that are looked at in a step: a millisecond at most. More are looked at once, when they come.
-"""
+"""Of the queue's head, those that are looked at in a step: a millisecond at most. More are looked at when they come."""
 
 
 class Coming:

@@ -27,12 +27,11 @@ from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import BlockPools, Col, Ids
 
+
 class Retention:
     """Which content of requests stays warm: on the device and, if ``mode`` stores blocks, in the host."""
 
-    def __init__(
-        self, tables: BlockTables, host: BlockPools | None, stores: StorePolicy, mode: StoreMode
-    ) -> None:
+    def __init__(self, tables: BlockTables, host: BlockPools | None, stores: StorePolicy, mode: StoreMode) -> None:
         spec = tables.spec
         self._spec = spec
         self._pools = tables.pools
@@ -54,8 +53,8 @@ class Retention:
     # --- a request's way --------------------------------------------------------------------------
 
     def start(self, seq: Tracked, match: Match, is_all: bool) -> None:
-        """The request begins in its row with this hit: the hit's boundary is wanted from now on. ``is_all``: there is no
-        tier behind the host.
+        """The request begins in its row with this hit: the hit's boundary is wanted from now on.
+        ``is_all``: there is no tier behind the host.
 
         If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
         this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.

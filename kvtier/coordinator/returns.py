@@ -70,7 +70,8 @@ class TextBytes:
 
     def of(self, num_tokens: int) -> Bytes:
         """Of a text, with the windows and chunks at its end."""
-        return self._of_token * np.minimum(num_tokens, self._spans)
+        of: Bytes = self._of_token * np.minimum(num_tokens, self._spans)
+        return of
 
     def alone(self, num_tokens: int, shared: int) -> float:
         """Of a text that shares its first tokens with other conversations."""

@@ -274,7 +274,7 @@ class HostText:
         end, self._has_ended = End.ANSWER if self._has_ended else End.PROMPT, True
         for boundary in ends:
             parts.boundaries.end(self._key(boundary), end)
-        self._ends |= ends
+        self._ends |= {*ends}
         if end is End.PROMPT:
             unit = parts.spec.hit_tokens
             short = range(max(unit, last - SLACK // unit * unit), last, unit)
