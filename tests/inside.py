@@ -147,13 +147,28 @@ def num_marks(of: Whole) -> int:
     return len(coordinator(of)._trail._marks)
 
 
-def _learn_nothing(found: object) -> None:
+def _learn_nothing(hit: object, missed: object) -> None:
     pass
 
 
+def _never_seen(*_: object) -> tuple[bool, int]:
+    return False, -1
+
+
 def learn_nothing(of: Whole) -> None:
-    """Which ends pay never changes: credits are numbers that no two states would have in common."""
+    """Which ends pay never changes, and nobody comes back: no two states would have these numbers in common."""
     boundaries(of).learn = _learn_nothing  # type: ignore[method-assign]
+    returns(of).begin = _never_seen  # type: ignore[method-assign]
+
+
+def touch_nothing(of: Scheduler) -> None:
+    """What waits is not kept warm."""
+    of._coming._touch = lambda requests: None  # type: ignore[method-assign]
+
+
+def is_stale(of: Scheduler) -> bool:
+    """Whether a request has left since the hits of those that wait were touched."""
+    return of._coming.is_stale
 
 
 def laundered(of: Whole) -> np.ndarray:

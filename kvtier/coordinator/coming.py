@@ -35,12 +35,18 @@ class Coming:
         self.is_stale = False
         """Whether a request has left its row since: its content is newer than the hits of those that wait."""
 
-    def keep_warm(self) -> None:
-        """Some requests wait, and some of them may be admitted next."""
-        again = self.is_stale and self._is_short(sum(len(seq.tokens) for seq in self._head()))
-        self.is_stale &= not again
-        todo = [seq for k, seq in enumerate(self._head()) if not seq.is_warm or (again and k < MOST_REQUESTS)]
-        for seq in reversed(todo):  # the head of the queue is needed first, so it is touched last
+    def before_admission(self) -> None:
+        """Some requests wait, and some of them may be admitted: keeps warm what the others will hit."""
+        if self.is_stale and self._is_short(sum(len(seq.tokens) for seq in self._head())):
+            self.is_stale = False
+            self._touch([seq for seq in self._head() if seq.is_warm][:MOST_REQUESTS])
+
+    def after_admission(self) -> None:
+        """Some requests still wait. Those that have just come are looked at."""
+        self._touch([seq for seq in self._head() if not seq.is_warm])
+
+    def _touch(self, requests: list[Tracked]) -> None:
+        for seq in reversed(requests):  # the head of the queue is needed first, so it is touched last
             seq.is_warm = True
             match = self._coordinator.match(seq)
             if match.num_tokens and not match.pending:

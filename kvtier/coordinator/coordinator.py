@@ -244,7 +244,8 @@ class Coordinator:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
                 self._offer(seq, parted)
-            self.retention.seal_passing(seq, end, known)
+            if end > seq.named_from:
+                self.retention.seal_passing(seq, end)
             if end == known:
                 self.retention.seal_prompt(seq, end)
                 self._mark(seq, self.retention.last_boundaries(end), "prompt", seq.anchored_at == end)

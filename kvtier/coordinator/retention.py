@@ -59,19 +59,21 @@ class Retention:
         If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
         this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.
         """
-        n, known, goes_on = match.num_tokens, self.boundaries, False
-        stop = n
+        n, known, goes_on, stop = match.num_tokens, self.boundaries, False, match.num_tokens
+        seq.named_from = seq.slack_from = NEVER
         if self._local:
-            hit = (self._key(seq, n), n) if n else None
-            full = match.full_tokens
+            hit, full = (self._key(seq, n), n) if n else None, match.full_tokens
             if not seq.preemptions:  # else it finds what it has left itself
                 known.learn(hit, (self._key(seq, full), full) if full > n else None)
             last = min(self.last_boundaries(len(seq.tokens)))
             if hit is not None:
                 goes_on = known.want(hit[0]) and n < last and known.leave(hit[0])
+            if known.pays(End.PROMPT) and known.pays(End.SHORT):
+                seq.named_from = seq.slack_from = self._needed_from(last)
             if self._passes and known.pays(End.PASSED):
-                stop = max(n, self._needed_from(last))
-            seq.told = self._told(seq, n)
+                seq.named_from, stop = n, max(n, self._needed_from(last))
+            if seq.request.boundaries:
+                seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
         if is_all and not seq.preemptions:
             self._note_return(seq, n)
@@ -131,24 +133,22 @@ class Retention:
             seq.told.discard(boundary)
         return sealed
 
-    def seal_passing(self, seq: Tracked, end: int, known: int) -> None:
-        """Tokens up to ``end`` of ``known`` are computed: names what windows let go of and hits may need.
+    def seal_passing(self, seq: Tracked, end: int) -> None:
+        """Tokens up to ``end``, which is beyond ``named_from``, are computed: names what windows let go of and hits may
+        need.
 
-        Shortly before the prompt's end that is all. Before that, it is superseded content.
+        From ``slack_from`` on, shortly before the prompt's end, that is all. Before that, it is superseded content.
         """
         lo, (start, stop) = self._tables.arrays.lo[:, seq.row], self._tables.arrays.superseded[seq.row, :2].tolist()
         anchor = (end - 1) // self._spec.hit_tokens * self._spec.hit_tokens
-        keeps_slack = self.boundaries.pays(End.PROMPT) and self.boundaries.pays(End.SHORT)
-        last = min(self.last_boundaries(known))
         for g, group in enumerate(self._spec.groups):
             if self._is_local[g]:
                 bt, see = group.block_tokens, group.attention.first_visible
-                if stop > start:
-                    first, passed = max(int(lo[g]), start // bt), min(stop, see(anchor)) // bt
-                    if self._pools.num_spare(g) >= passed - first:
-                        self._tables.seal(seq.row, g, first, passed, seq.keys, is_told=False)
-                if keeps_slack:
-                    first = max(int(lo[g]), needed_from(group.attention, last) // bt)
+                first, passed = max(int(lo[g]), start // bt), min(stop, see(anchor)) // bt
+                if passed > first and self._pools.num_spare(g) >= passed - first:
+                    self._tables.seal(seq.row, g, first, passed, seq.keys, is_told=False)
+                if end > seq.slack_from:
+                    first = max(int(lo[g]), seq.slack_from // bt)
                     self._tables.seal(seq.row, g, first, end // bt, seq.keys)
 
     def seal_prompt(self, seq: Tracked, end: int) -> None:
@@ -199,7 +199,7 @@ class Retention:
         """The request's text ends here."""
         unit = self._spec.hit_tokens
         prompt = min(len(seq.request.tokens), end) // unit
-        units = {*range(max(1, prompt - SLACK // unit), prompt + 1), end // unit, (end - 1) // unit} - {0}
+        units = {*range(max(1, prompt - SLACK // unit), prompt + 1), end // unit, max(0, end - 1) // unit} - {0}
         size = self._sizes.alone(end, seq.shared_tokens)
         self.returns.end(seq.keys, units, size, seq.came_from, seq.shared_tokens // unit)
 
@@ -211,7 +211,7 @@ class Retention:
         return boundaries
 
     def _needed_from(self, boundary: int) -> int:
-        """The first token that hits at ``boundary``, or shortly before it, need in a local group."""
+        """The first token that hits at ``boundary``, or shortly before it, need in any local group."""
         return min(needed_from(group.attention, boundary) for group in self._local)
 
     def cool_in_host(self, seq: Tracked) -> None:

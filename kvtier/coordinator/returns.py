@@ -33,6 +33,8 @@ NAMES = 1 << 16
 BINS_PER_OCTAVE = 4
 FADES = 0.99
 """The weight of the past after each request that comes back."""
+EVIDENCE = 8
+"""So many must have come back lately before anything is decided."""
 GAIN = 1.25
 """What keeping some must find more, by the estimate, than keeping what was used last."""
 LOTTERY = 16
@@ -93,6 +95,7 @@ class Returns:
         self._sizes: Bytes = np.zeros(TEXTS)
         self._shared = np.zeros(TEXTS, np.int64)  # units at their beginning that other conversations have too
         self._count = 0  # texts so far
+        self._recent = 0.0  # how many have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # tokens of prompts that came back, by distance
 
     def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, int]:
@@ -105,6 +108,7 @@ class Returns:
         if len(known):
             units, text = int(known[-1]) + 1, int(self._text_of[places[known[-1]]])
             is_there = hit_units - self.shared(text) >= (units - self.shared(text)) / 2  # else little is lost with it
+            self._recent = FADES * self._recent + 1
             self._found *= FADES
             self._found[_bin_of(self._used_since(text) + size)] += units
         return not is_there and self._keeps_some(capacity) and not _wins(highs), text
@@ -135,9 +139,9 @@ class Returns:
 
     def _keeps_some(self, capacity: float) -> bool:
         """Whether keeping some conversations whole would find more than keeping what was used last."""
-        within = np.cumsum(self._found)
-        if not within[-1]:
+        if self._recent < FADES**EVIDENCE * EVIDENCE:
             return False
+        within = np.cumsum(self._found)
         least = 2.0 ** (np.arange(len(within)) / BINS_PER_OCTAVE)  # each bin's least distance
         recent = within[max(0, _bin_of(max(1.0, capacity)) - 1)]
         some = (within * np.minimum(1.0, capacity / (least * 2.0 ** (1 / BINS_PER_OCTAVE)))).max()

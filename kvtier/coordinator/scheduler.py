@@ -233,8 +233,10 @@ class Scheduler:
         else:
             self._extension.plan()
         if self._roster.waiting:
-            self._coming.keep_warm()
+            self._coming.before_admission()
             self._admission.admit_waiting(self._entries)
+        if self._roster.waiting:
+            self._coming.after_admission()
         self._coordinator.retention.launder(2 * self._max_batched_tokens)
         self._connector.submit_planned()
         step = self._running.make_step()

@@ -83,6 +83,8 @@ class Tracked:
     wait_reason: str = ""
     waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
     went_on_from: int = 0  # its hit, if no other request had wanted one there: a conversation goes on
+    named_from: int = 0  # tokens from which windows' blocks are named as they pass
+    slack_from: int = 0  # tokens from which they stay, for hits shortly before the prompt's end
     is_guest: bool = False  # others are kept whole instead of its content
     came_from: int = -1  # the text that it goes on from, by its number in ``Returns``
     shared_tokens: int = 0  # at its beginning, which other conversations have too

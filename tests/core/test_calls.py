@@ -15,18 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+import inside
 import kvtier
 from core.driving import prompt
 from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow, Step
+from kvtier.coordinator.boundaries import End
 from kvtier.testing import canary_spec
 
 GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(1024), 16)}
 PACKAGE = str(Path(kvtier.__file__).parent)
 CHUNK = 1024
 CHUNKS = 11
-A_REQUEST = 803
+A_REQUEST = 814
+A_PASSED = 10
 A_DECODE = 42
-"""Of the commit that benchmarks/results/micro.json was measured at: 809 and 45. Less is better; more needs a reason."""
+"""Of the commit that benchmarks/results/micro.json was measured at: 809 and 45. Less is better; more needs a reason: eleven
+calls learn how far apart conversations come back. A chunk whose windows are named as they pass takes ten more."""
 
 
 def calls_of(work: Callable[[], Any]) -> Counter[str]:
@@ -66,15 +70,23 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     cache.close()
 
 
+def one_request(scheduler: Scheduler, seed: int) -> Counter[str]:
+    for k in range(seed, seed + 3):
+        scheduler.add(Request(f"before {k}", prompt(k, CHUNK * CHUNKS - 1), 1))
+        serve(scheduler)
+    scheduler.add(Request("this", prompt(seed + 9, CHUNK * CHUNKS - 1), 1))
+    found = calls_of(lambda: serve(scheduler))
+    assert found["plan.py: fill_step"] == CHUNKS, "it has really run"
+    return found
+
+
 def test_a_request_and_its_chunks(scheduler):
     """11 chunks of prompt, admitted and freed, among blocks that others have left: as before the journal, the store
     and the doors were built."""
-    for k in range(3):
-        scheduler.add(Request(f"before {k}", prompt(k, CHUNK * CHUNKS - 1), 1))
-        serve(scheduler)
-    scheduler.add(Request("this", prompt(9, CHUNK * CHUNKS - 1), 1))
-    found = calls_of(lambda: serve(scheduler))
-    assert found["plan.py: fill_step"] == CHUNKS, "it has really run"
+    passes = one_request(scheduler, 0)
+    assert passes.total() <= A_REQUEST + CHUNKS * A_PASSED, passes.most_common(80)
+    inside.boundaries(scheduler)._credits[End.PASSED] = 0.0
+    found = one_request(scheduler, 100)
     assert found.total() <= A_REQUEST, found.most_common(80)
 
 

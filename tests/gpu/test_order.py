@@ -90,6 +90,8 @@ def amplify(
         KVCache(spec, device=device, device_blocks=DEVICE, host_blocks=HOST, key_secret=b"races", **options) as cache,
     ):
         scheduler = Scheduler(cache, max_batched_tokens=96, max_running=12)
+        inside.learn_nothing(cache)  # what stays warm spares copies, and those of hits at that
+        inside.touch_nothing(scheduler)
         canary, rng = DeviceCanary(cache, seed, spin, **played), np.random.default_rng(seed)
         requests = [
             Request(f"r{i}", [*prompt(int(rng.integers(12)), int(rng.integers(20, 400))), i % 97], 1)

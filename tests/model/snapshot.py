@@ -220,6 +220,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         *(sum(ticket <= last for ticket in rank) for last in inside.hang_tickets(cache)),
         tuple((rank[o.ticket], bool(o.error), None if o.bad is None else tuple(o.bad)) for o in engine.ended),
         sorted(inside.wanted_keys(inside.boundaries(scheduler))),
+        inside.is_stale(scheduler),
         None if not seen.size else (seen[:2].tolist(), (seen[2] - inside.pools(cache).column(Col.EVICTED)).tolist()),
         None if world.calls is None else store_state(world.remote, world.calls, host.of, connector.ledger.num_settled),
         device.state(inside.pools(cache), rank),
@@ -239,6 +240,7 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         isinstance(wait, ForTransfer) and wait.settled == connector.ledger.num_settled,
         (wait.seq.request.request_id, wait.until, sorted(wait.seq.branches)) if isinstance(wait, ForTwin) else None,
         sorted(seq.branches),
+        seq.is_warm,
         None if world.calls is None else seek_state(world.remote, seq.seek),
     )
 

@@ -33,7 +33,7 @@ def test_what_is_admitted_before_it_does_not_push_it_out(make_serving, monkeypat
         return found_after_others(make_serving(SPEC, *tiers, scheduler={"max_running": 1}))
 
     assert found() == 36
-    monkeypatch.setattr(coming.Coming, "keep_warm", lambda self: None)
+    monkeypatch.setattr(coming.Coming, "_touch", lambda self, requests: None)
     assert found() < 36
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvtier import SlidingWindow
 from kvtier.geometry.layout import Layout
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.gpu_pool.row_state import RowCol
+from kvtier.gpu_pool.row_state import Publish, RowCol
 from kvtier.pools.block_pool import BlockPools, Col, Mark, Place
 from kvtier.testing import canary_spec
 
@@ -434,7 +434,9 @@ def test_a_key_that_another_block_carries_is_not_published_again():
 def rows_of(num_rows: int, blocks: int) -> BlockTables:
     """Rows of one window group; a block is four tokens, and no token sees another block than its own."""
     spec = canary_spec({"win": (SlidingWindow(1), 4)})
-    return BlockTables(spec, BlockPools(Layout.fixed([spec.groups[0].block_bytes], [blocks])), num_rows)
+    tables = BlockTables(spec, BlockPools(Layout.fixed([spec.groups[0].block_bytes], [blocks])), num_rows)
+    tables.arrays.publish[:] = Publish.TOLD
+    return tables
 
 
 def hold(tables: BlockTables, r: int, n: int) -> np.ndarray:

@@ -204,7 +204,7 @@ MUTATIONS = (
         "I21",
         "what was once not kept is never kept again",
         "core/coordinator/boundaries",
-        ("Retention.start", "if full > n else None", "if full < n else None"),
+        ("Retention.start", "(self._key(seq, full), full) if full > n else None", "None"),
     ),
     mutation(
         "end_of_a_wanted_prompt_goes_cold",
@@ -232,7 +232,11 @@ MUTATIONS = (
         "I21",
         "windows that nobody may ever need fill the host",
         "core/coordinator/boundaries",
-        ("seal_passing", "is_told=False", "is_told=True"),
+        (
+            "seal_passing",
+            "self._tables.seal(seq.row, g, first, passed, seq.keys, is_told=False)",
+            "self._tables.seal(seq.row, g, first, passed, seq.keys)",
+        ),
     ),
     mutation(
         "superseded_content_is_hot_when_its_request_leaves",
@@ -253,7 +257,7 @@ MUTATIONS = (
         "I21",
         "what a waiting request would hit is pushed out by what is admitted before it",
         "core/coordinator/coming",
-        ("Coming.keep_warm", "self._coordinator.hold(match)", "continue"),
+        ("Coming._touch", "self._coordinator.hold(match)", "continue"),
     ),
     mutation(
         "guests_are_stored",
@@ -267,6 +271,10 @@ MUTATIONS = (
         "I21",
         "a round of conversations that is a little too long for the device finds nothing",
         "core/coordinator/returns",
-        ("Retention.start", "(n, NEVER, n) if seq.is_guest", "(n, n, NEVER) if seq.is_guest"),
+        (
+            "Retention.start",
+            "(n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, NEVER)",
+            "0 if seq.went_on_from else n, stop, NEVER",
+        ),
     ),
 )
