@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 
-import inside
 import kvtier
 from core.driving import prompt
 from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow, Step
@@ -29,8 +29,9 @@ CHUNKS = 11
 A_REQUEST = 814
 A_PASSED = 10
 A_DECODE = 42
-"""Of the commit that benchmarks/results/micro.json was measured at: 809 and 45. Less is better; more needs a reason: eleven
-calls learn how far apart conversations come back. A chunk whose windows are named as they pass takes ten more."""
+"""Of the commit that benchmarks/results/micro.json was measured at: 809 and 45. Less is better; more needs a reason:
+eleven calls learn how far apart conversations come back. A chunk whose windows are named as they pass takes ten
+more."""
 
 
 def calls_of(work: Callable[[], Any]) -> Counter[str]:
@@ -112,4 +113,3 @@ def test_the_count_does_not_depend_on_the_length_of_contexts_or_the_number_of_re
         totals.append(min(calls_of(lambda: step(scheduler)).total() for _ in range(16)))  # in some a block is full
         serve(scheduler)
     assert max(totals) <= min(totals) + 2, "two calls for the blocks that are full, however many"
-
