@@ -113,7 +113,7 @@ class FinishedRequest:
 
     ``cached_tokens`` counts the prompt tokens that the first admission found, on the device and in the host tier. A
     token counts as host if any group had to load a block for it. With a remote tier there is a third
-    entry, "store": tokens of which any block was fetched for this request.
+    entry, "remote": tokens of which any block was fetched for this request.
     """
 
     request_id: str

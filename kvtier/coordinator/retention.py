@@ -1,15 +1,15 @@
 """What stays warm: which content of a request's row is superseded, and goes to the cold end when it is released.
 
-Owns       what each row has superseded, and the ``Boundaries``, which know which ends pay.
-Promises   no block that a kept end of the row needs is superseded.
+Owns       what each row has superseded. ``Boundaries`` knows which ends pay, ``Returns`` whether whole texts stay.
+Promises   no block that a kept end of the row needs is superseded. What windows pass on their way is never stored.
 Does not   decide what is stored: ``StorePolicy`` does. It caches and evicts nothing: ``superseded`` of rows and of
            transfers carries its answer to the release of the blocks.
 
 A conversation's boundary is hit once, by its next turn. Then this turn's own boundary supersedes it. The boundary of a
 prompt that many share is hit over and over. Windows make the difference costly: for a short turn, most of the kept
 content is the windows' content at its end. So content is *superseded* if a request has moved on from it, no other
-request is known to want it, and ends of its kind do not pay. The pools and the host give superseded content up first.
-Columns, flags and signs of that name say which blocks it is.
+request is known to want it, and ends of its kind do not pay. All content of a *guest* is. The pools and the host give
+superseded content up first. Columns, flags and signs of that name say which blocks it is.
 """
 
 from __future__ import annotations
