@@ -172,13 +172,15 @@ def talk(serving: Serving, sessions: int, turns: int, kept: Callable[[list[int],
     return found
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_conversations_whose_answers_are_not_kept_are_found_at_their_prompts(make_serving, monkeypatch, tier) -> None:
     """As where thinking is dropped from the history. Of room for one window each there is enough."""
     room = {"full": 300, "near": 24}
 
     def hits() -> int:
-        serving = make_serving(SPEC, room if tier == "device" else {"full": 40, "near": 12}, room)
+        tiers = [room] if tier == "device" else [{"full": 40, "near": 12}, room]
+        serving = make_serving(SPEC, *tiers, scheduler={"audit_every": 100})
         return talk(serving, 6, 6, lambda asked, answer: [*asked, *answer[12:]])
 
     learned = hits()
@@ -246,8 +248,9 @@ def test_what_a_caller_tells_of_is_found_by_the_next_one_who_parts_there(make_se
         assert [serving.serve(f"{k}", text, 9).cached_tokens["device"] for k, text in enumerate(later)] == [*found]
 
 
+@pytest.mark.usefixtures("unaudited")
 def test_hints_that_never_pay_are_not_followed_any_more(make_serving) -> None:
-    serving = make_serving(SPEC, 3000)
+    serving = make_serving(SPEC, 3000, scheduler={"audit_every": 100})
     for k in range(120):
         text = prompt(2 * k, 33)
         said = serving.serve(f"{k}", [*text, *prompt(2 * k + 1, 30)], 9, boundaries=(33,)).token_ids

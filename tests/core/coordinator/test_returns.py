@@ -105,15 +105,23 @@ def rounds(serving, sessions: int, turns: int) -> int:
     return found
 
 
+@pytest.mark.usefixtures("unaudited")
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_rounds_on_a_tier_that_is_a_fifth_too_small(make_serving, tier) -> None:
     def found(blocks: int) -> int:
         room = {"full": blocks, "near": blocks // 4}
-        serving = make_serving(SPEC, *([room] if tier == "device" else [{"full": 60, "near": 16}, room]))
+        tiers = [room] if tier == "device" else [{"full": 60, "near": 16}, room]
+        serving = make_serving(SPEC, *tiers, scheduler={"audit_every": 100})
         return rounds(serving, 20, 6)
 
     most = found(800)
     assert found(360) > 0.45 * most, "20 conversations of about 21 blocks in the middle"
+
+
+def test_a_round_in_small_is_sound_after_every_step(make_serving) -> None:
+    serving = make_serving(SPEC, {"full": 90, "near": 24}, {"full": 100, "near": 24})
+    assert rounds(serving, 6, 4) > 0
+    assert inside.returns(serving.cache)._recent > 8
 
 
 def test_a_preempted_request_is_no_guest_of_its_own(make_serving) -> None:
