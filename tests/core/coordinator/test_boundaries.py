@@ -179,8 +179,8 @@ def test_conversations_whose_answers_are_not_kept_are_found_at_their_prompts(mak
     room = {"full": 300, "near": 24}
 
     def hits() -> int:
-        tiers = [room] if tier == "device" else [{"full": 40, "near": 12}, room]
-        serving = make_serving(SPEC, *tiers, scheduler={"audit_every": 100})
+        device = room if tier == "device" else {"full": 40, "near": 12}
+        serving = make_serving(SPEC, device, room, scheduler={"audit_every": 100})
         return talk(serving, 6, 6, lambda asked, answer: [*asked, *answer[12:]])
 
     learned = hits()
