@@ -161,6 +161,13 @@ def learn_nothing(of: Whole) -> None:
     returns(of).begin = _never_seen  # type: ignore[method-assign]
 
 
+def pass_nothing(of: Whole) -> None:
+    """What windows pass has not paid."""
+    from kvtier.coordinator.boundaries import End
+
+    boundaries(of)._credits[End.PASSED] = 0.0
+
+
 def touch_nothing(of: Scheduler) -> None:
     """What waits is not kept warm."""
     of._coming._touch = lambda requests: None  # type: ignore[method-assign]

@@ -69,9 +69,9 @@ class Retention:
             if hit is not None:
                 goes_on = known.want(hit[0]) and n < last and known.leave(hit[0])
             if known.pays(End.PROMPT) and known.pays(End.SHORT):
-                seq.named_from = seq.slack_from = self._needed_from(last)
+                seq.named_from = seq.slack_from = min(needed_from(g.attention, last) for g in self._local)
             if self._passes and known.pays(End.PASSED):
-                seq.named_from, stop = n, max(n, self._needed_from(last))
+                seq.named_from, stop = n, max(n, self._kept_from(seq, last))
             if seq.request.boundaries:
                 seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
@@ -99,11 +99,12 @@ class Retention:
     def superseded(self, seq: Tracked, groups: Ids, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of the request's hit are superseded, bool [n]. Block n is logical block ``at`` [n] of its group.
 
-        They are the blocks that a hit at the request's own end will not need either.
+        They are the blocks that hits at the request's own end, or shortly before it, will not need either.
         """
         start, stop, _ = self._tables.arrays.superseded[seq.row]
         last = min(self.last_boundaries(len(seq.tokens)))
-        gone = np.array([g.attention.first_visible(last) // g.block_tokens for g in self._spec.groups])
+        needed = [min(g.attention.first_visible(last), seq.slack_from) for g in self._spec.groups]
+        gone = np.array(needed) // self._block_tokens
         first = at * self._block_tokens[groups]
         superseded: npt.NDArray[np.bool_] = (
             self._is_local[groups] & (at < gone[groups]) & (start <= first) & (first < stop)
@@ -168,7 +169,7 @@ class Retention:
         if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
             superseded[seq.row, :2] = ends[-1]
         elif ends and self.boundaries.pays(End.PROMPT):
-            superseded[seq.row, :2] = np.minimum(superseded[seq.row, :2], self._needed_from(ends[0]))
+            superseded[seq.row, :2] = np.minimum(superseded[seq.row, :2], self._kept_from(seq, ends[0]))
         elif ends:
             superseded[seq.row, 1] = ends[-1]
 
@@ -210,9 +211,10 @@ class Retention:
             self.boundaries.end(self._key(seq, boundary), end)
         return boundaries
 
-    def _needed_from(self, boundary: int) -> int:
-        """The first token that hits at ``boundary``, or shortly before it, need in any local group."""
-        return min(needed_from(group.attention, boundary) for group in self._local)
+    def _kept_from(self, seq: Tracked, boundary: int) -> int:
+        """The first token that a hit at the prompt's end, ``boundary``, needs in any local group; and if slack is kept,
+        hits shortly before it."""
+        return min(seq.slack_from, *(group.attention.first_visible(boundary) for group in self._local))
 
     def cool_in_host(self, seq: Tracked) -> None:
         """If the mode ``keeps_copies``: the host's copies of what the request's end supersedes become the oldest."""

@@ -79,6 +79,7 @@ def test_a_twin_that_comes_later_waits_for_what_is_still_to_come(make_serving) -
 
 def test_blocks_that_nobody_can_hit_are_not_kept_findable() -> None:
     serve = Served()
+    inside.pass_nothing(serve.cache)
     serve(STEM)
     keyed = {name: int(n) for name, n in zip(SPEC.names, inside.pools(serve.cache).arrays.meta[:, 8], strict=True)}
     assert keyed["full"] == (len(STEM) + 2) // 4

@@ -16,6 +16,7 @@ from kvtier import FullAttention, InvalidRequest, Request, SlidingWindow
 from kvtier.coordinator import boundaries
 from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.machine.stats import EndStats
+from kvtier.pools.block_pool import Col
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
@@ -239,10 +240,30 @@ def test_a_request_that_was_preempted_does_not_count_what_it_finds_of_itself(mak
     assert [(of.hits, of.missed) for of in serving.cache.stats().ends.values()] == [(0, 0)] * len(End)
 
 
+def test_what_windows_pass_is_found_on_the_device_and_never_stored(make_serving) -> None:
+    serving = make_serving(SPEC, 300, 300)
+    text = prompt(0, 61)
+    serving.serve("first", text, 1)
+    near = [int(pools.column(Col.CACHED)[1]) for pools in (inside.pools(serving.cache), inside.host(serving.cache))]
+    assert near == [15, 2], "on the device what was passed, and the window at its end"
+    assert serving.serve("parts", [*text[:24], *prompt(1, 20)], 1).cached_tokens == {"device": 24, "host": 0}
+
+
+def test_ends_that_do_not_pay_go_first_though_their_request_has_left(make_serving, monkeypatch) -> None:
+    serving = make_serving(SPEC, 300)
+    pools = inside.pools(serving.cache)
+    serving.serve("pays", prompt(0, 61), 3)
+    assert pools.num_superseded(1) == 13, "what was passed"
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.STEM)
+    serving.serve("does not", prompt(1, 61), 3)
+    assert pools.num_superseded(1) == 13 + 2, "and the window at its end"
+
+
 def test_what_a_caller_tells_of_is_found_by_the_next_one_who_parts_there(make_serving) -> None:
     """Without a hint the second finds nothing, and the third what the second has left at the parting."""
     for told, found in ((), (0, 32, 32)), ((33,), (32, 32, 32)), ((5, 33, 60), (32, 32, 32)):
         serving = make_serving(SPEC, 300)
+        inside.pass_nothing(serving.cache)
         serving.serve("first", [*prompt(0, 33), *prompt(1, 30)], 9, boundaries=told)
         later = [[*prompt(0, 33), *prompt(2 + k, 30)] for k in range(3)]
         assert [serving.serve(f"{k}", text, 9).cached_tokens["device"] for k, text in enumerate(later)] == [*found]

@@ -30,7 +30,7 @@ def test_what_is_admitted_before_it_does_not_push_it_out(make_serving, monkeypat
     def found() -> int:
         room = {"full": 34, "near": 40}
         tiers = [room] if host is None else [{"full": 24, "near": 16}, host]
-        return found_after_others(make_serving(SPEC, *tiers, scheduler={"max_running": 1}))
+        return found_after_others(make_serving(SPEC, *tiers, scheduler={"max_running": 1}, hold=[]))
 
     assert found() == 36
     monkeypatch.setattr(coming.Coming, "_touch", lambda self, requests: None)

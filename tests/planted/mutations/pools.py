@@ -195,7 +195,7 @@ MUTATIONS = (
         "core/coordinator/boundaries",
         (
             "seal_prompt",
-            "np.minimum(superseded[seq.row, :2], self._needed_from(ends[0]))",
+            "np.minimum(superseded[seq.row, :2], self._kept_from(seq, ends[0]))",
             "superseded[seq.row, :2]",
         ),
     ),
