@@ -70,6 +70,7 @@ class Boundaries:
     def __init__(self) -> None:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
         self._ends: OrderedDict[bytes, End] = OrderedDict()
+        self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._credits = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
@@ -87,12 +88,14 @@ class Boundaries:
 
     def end(self, name: bytes, end: End) -> None:
         """A text, or its prompt, has this end, whether or not its blocks are kept."""
-        if name not in self._wanted and (end is not End.SHORT or name not in self._ends):
+        if end is End.SHORT:
+            _remember(self._short, name, None)
+        elif name not in self._wanted:
             _remember(self._ends, name, end)
 
     def is_end(self, name: bytes) -> bool:
         """Whether one text ends there, or its prompt, as far as is remembered."""
-        return self._ends.get(name, End.STEM) is not End.STEM
+        return self._ends.get(name, End.STEM) is not End.STEM or name in self._short
 
     def leave(self, name: bytes) -> bool:
         """The request that has found this boundary goes on from it. Returns whether it is the end of one text."""
@@ -122,7 +125,11 @@ class Boundaries:
         """None: no end that is remembered."""
         if found is None:
             return None
-        return self._ends.get(found[0], End.STEM if found[0] in self._wanted else None)
+        if found[0] in self._ends:
+            return self._ends[found[0]]
+        if found[0] in self._short:
+            return End.SHORT
+        return End.STEM if found[0] in self._wanted else None
 
     def stats(self) -> dict[str, EndStats]:
         """Of each class; from any thread."""

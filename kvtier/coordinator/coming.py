@@ -1,8 +1,9 @@
-"""What is known to come: the hits of waiting requests stay warm in both tiers.
+"""What is known to come: the hits of waiting requests stay warm, on the device and, for what a load would bring, in the
+host.
 
 Owns       which waiting requests were seen to, and when last.
 Promises   what waits is pushed out later than what nobody is known to ask for, and the queue's end before its head. A
-           step looks at a bounded number of tokens, and at none while nothing changes.
+           step looks at a bounded number of requests, and at none while none comes or leaves.
 Does not   hold anything: who runs may take it all the same.
 """
 
@@ -19,7 +20,7 @@ from kvtier.coordinator.tracked import Tracked
 from kvtier.pools.block_pool import BlockPools, Col
 
 MOST_TOKENS, MOST_REQUESTS = 131_072, 8
-"""Of the queue's head, those that are looked at in a step: a millisecond at most. More are looked at when they come."""
+"""Of the queue's head, those that are looked at in a step, or one: a millisecond at most."""
 
 
 class Coming:
@@ -32,18 +33,23 @@ class Coming:
         groups = coordinator.spec.groups
         self._block_tokens = np.array([group.block_tokens for group in groups])
         self._spans = np.array([group.attention.span_tokens or NEVER for group in groups])
+        self.has_new = False
+        """Whether requests have come that were not looked at."""
         self.is_stale = False
         """Whether a request has left its row since: its content is newer than the hits of those that wait."""
 
     def before_admission(self) -> None:
         """Some requests wait, and some of them may be admitted: keeps warm what the others will hit."""
         if self.is_stale and self._is_short(sum(len(seq.tokens) for seq in self._head())):
-            self.is_stale = False
+            self.is_stale, self.has_new = False, True  # others may have got to the queue's head
             self._touch([seq for seq in self._head() if seq.is_warm][:MOST_REQUESTS])
 
     def after_admission(self) -> None:
-        """Some requests still wait. Those that have just come are looked at."""
-        self._touch([seq for seq in self._head() if not seq.is_warm])
+        """Some requests still wait. Of those that have come, a few are looked at."""
+        if self.has_new:
+            new = [seq for seq in self._head() if not seq.is_warm]
+            self.has_new = len(new) > MOST_REQUESTS
+            self._touch(new[:MOST_REQUESTS])
 
     def _touch(self, requests: list[Tracked]) -> None:
         for seq in reversed(requests):  # the head of the queue is needed first, so it is touched last
@@ -56,10 +62,10 @@ class Coming:
     def _head(self) -> Iterator[Tracked]:
         tokens = 0
         for seq in self._roster.waiting:
+            yield seq
             tokens += len(seq.tokens)
             if tokens > MOST_TOKENS:
                 return
-            yield seq
 
     def _is_short(self, num_tokens: int) -> bool:
         """Whether so many tokens would push something out."""

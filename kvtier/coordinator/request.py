@@ -35,7 +35,7 @@ class Request:
     ``priority``          smaller is served first; equal priorities in order of arrival.
     ``boundaries``        numbers of prompt tokens after which other prompts are likely to go on otherwise: where a
                           system prompt or a document ends. A hint: it changes what is kept, and nothing else. Each
-                          costs the memory of one window, as long as such places pay.
+                          costs the memory of one window, as long as such places pay; the last 32 count.
 
     A request never changes: to assign to one of these raises ``AttributeError``. The constructor raises
     ``InvalidRequest``.
@@ -172,10 +172,10 @@ def _boundaries(values: Any, most: int, where: str) -> tuple[int, ...]:
     if isinstance(values, tuple) and not values:
         return ()
     given = _tuple(values, where, "boundaries")
-    found = {n for n in map(integer, given) if n is not None and 0 < n <= most}
-    if len(found) < len({*given}) or not _BOOLS.isdisjoint(map(type, given)):
+    found = [n for n in map(integer, given) if n is not None and 0 < n <= most]
+    if len(found) < len(given) or not _BOOLS.isdisjoint(map(type, given)):
         raise InvalidRequest(f"{where}: boundaries must be ints in 1..{most}, the prompt's length, got {shown(values)}")
-    return tuple(sorted(found))
+    return tuple(sorted({*found}))
 
 
 def _optional_str(value: Any, where: str, what: str) -> str | None:

@@ -27,6 +27,9 @@ from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import BlockPools, Col, Ids
 
+MOST_TOLD = 32
+"""Of a request's boundaries: the last ones."""
+
 
 class Retention:
     """Which content of requests stays warm: on the device and, if ``mode`` stores blocks, in the host."""
@@ -43,6 +46,7 @@ class Retention:
         self._passes = not mode.before_eviction  # else what is passed would be stored
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
+        self._has_full = not self._is_local.all()
         self._local = [group for group in spec.groups if group.attention.kind is not Kind.FULL]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self._host = host
@@ -62,7 +66,7 @@ class Retention:
         n, known, goes_on, stop = match.num_tokens, self.boundaries, False, match.num_tokens
         seq.named_from = seq.slack_from = NEVER
         if self._local:
-            hit, full = (self._key(seq, n), n) if n else None, match.full_tokens
+            hit, full = (self._key(seq, n), n) if n else None, match.full_tokens if self._has_full else n
             if not seq.preemptions:  # else it finds what it has left itself
                 known.learn(hit, (self._key(seq, full), full) if full > n else None)
             last = min(self.last_boundaries(len(seq.tokens)))
@@ -72,8 +76,8 @@ class Retention:
                 seq.named_from = seq.slack_from = min(needed_from(g.attention, last) for g in self._local)
             if self._passes and known.pays(End.PASSED):
                 seq.named_from, stop = n, max(n, self._kept_from(seq, last))
-            if seq.request.boundaries:
-                seq.told = self._told(seq, n)
+        if seq.request.boundaries:
+            seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
         if is_all and not seq.preemptions:
             self._note_return(seq, n)
@@ -83,15 +87,18 @@ class Retention:
     def _note_return(self, seq: Tracked, hit: int) -> None:
         """Learns how long it was away, and so whether it is a guest."""
         each, unit = self._sizes.of(len(seq.tokens)), self._spec.hit_tokens
-        host = self._host if self._mode.keeps_copies else None  # which has copies of all
-        room = self._sizes.room(host or self._pools, each, 0 if host else self._pools.column(Col.HELD))
+        room = 0.0
+        if self._host is not None:
+            room += self._sizes.room(self._host, each)
+        if not self._mode.keeps_copies:  # else what is on the device is in the host too
+            room += self._sizes.room(self._pools, each, self._pools.column(Col.HELD))
         seq.is_guest, text = self.returns.begin(seq.keys, hit // unit, room, float(each.sum()))
         seq.came_from, seq.shared_tokens = text, hit if text < 0 else self.returns.shared(text) * unit
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
         unit = self._spec.hit_tokens
-        told = {n // unit * unit for n in seq.request.boundaries if n // unit * unit > hit}
+        told = {n // unit * unit for n in seq.request.boundaries[-MOST_TOLD:] if n // unit * unit > hit}
         for boundary in told:
             self.boundaries.end(self._key(seq, boundary), End.STEM)
         return told if self.boundaries.pays(End.STEM) else set()
@@ -164,7 +171,7 @@ class Retention:
             return
         ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
         unit = self._spec.hit_tokens
-        for b in range(max(unit, ends[0] - SLACK), ends[0], unit) if ends else ():
+        for b in range(max(unit, ends[0] - SLACK // unit * unit), ends[0], unit) if ends else ():
             self.boundaries.end(self._key(seq, b), End.SHORT)
         if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
             superseded[seq.row, :2] = ends[-1]

@@ -34,7 +34,8 @@ BINS_PER_OCTAVE = 4
 FADES = 0.99
 """The weight of the past after each request that comes back."""
 EVIDENCE = 8
-"""So many must have come back lately before anything is decided."""
+"""So many must have come back lately before anything is decided, and a quarter of all: what many share is found by
+use."""
 GAIN = 1.25
 """What keeping some must find more, by the estimate, than keeping what was used last."""
 LOTTERY = 16
@@ -95,7 +96,7 @@ class Returns:
         self._sizes: Bytes = np.zeros(TEXTS)
         self._shared = np.zeros(TEXTS, np.int64)  # units at their beginning that other conversations have too
         self._count = 0  # texts so far
-        self._recent = 0.0  # how many have come back, fading
+        self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # tokens of prompts that came back, by distance
 
     def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, int]:
@@ -104,13 +105,16 @@ class Returns:
         highs = keys[self._links - 1 :: self._links, 1]
         places = (highs % np.uint64(NAMES)).astype(np.int64)
         known = np.flatnonzero((self._names[places] == highs) & (self._text_of[places] >= self._count - TEXTS))
-        is_there, text = False, -1
+        self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
+        self._found *= FADES
         if len(known):
             units, text = int(known[-1]) + 1, int(self._text_of[places[known[-1]]])
             is_there = hit_units - self.shared(text) >= (units - self.shared(text)) / 2  # else little is lost with it
-            self._recent = FADES * self._recent + 1
-            self._found *= FADES
+            self._recent += 1
             self._found[_bin_of(self._used_since(text) + size)] += units
+        else:
+            text, is_there = -1, 2 * hit_units >= len(highs) > 0
+            self._found[0] += hit_units  # of others' content: it was there, however far apart they came
         return not is_there and self._keeps_some(capacity) and not _wins(highs), text
 
     def shared(self, text: int) -> int:
@@ -139,7 +143,7 @@ class Returns:
 
     def _keeps_some(self, capacity: float) -> bool:
         """Whether keeping some conversations whole would find more than keeping what was used last."""
-        if self._recent < FADES**EVIDENCE * EVIDENCE:
+        if self._recent < max(EVIDENCE * FADES**EVIDENCE, self._asked / 4):
             return False
         within = np.cumsum(self._found)
         least = 2.0 ** (np.arange(len(within)) / BINS_PER_OCTAVE)  # each bin's least distance

@@ -252,6 +252,7 @@ class Scheduler:
     def _take_mail(self) -> list[tuple[Tracked, FinishReason]]:
         """Queues arrivals; returns the requests whose end was asked for."""
         arrived, ended = self._inbox.take()
+        self._coming.has_new |= bool(arrived)
         for seq in arrived:
             self._roster.enqueue(seq)
             self._journal.tell(seq.request.request_id, Arrived.of, seq.request)
@@ -333,7 +334,7 @@ class Scheduler:
         if self._journal.is_on:
             self._journal.add(seq.request.request_id, cause)
         self._running.leave(seq, comes_back=True)
-        self._coming.is_stale = True
+        self._coming.is_stale = self._coming.has_new = True
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._roster.enqueue(seq)

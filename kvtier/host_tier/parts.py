@@ -24,6 +24,7 @@ from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.outside import OutsideSpec
+from kvtier.geometry.spec import Kind
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest
 from kvtier.machine.forks import of_another_process, watch
@@ -125,6 +126,11 @@ class HostParts:
         groups, blocks = block_ids(groups), block_ids(blocks)
         self.check_blocks(groups, blocks)
         return self.device.fences(groups, blocks)
+
+    @cached_property
+    def has_full(self) -> bool:
+        """Whether a group has full attention."""
+        return any(group.attention.kind is Kind.FULL for group in self.spec.groups)
 
     @cached_property
     def _num_blocks(self) -> Int64s:

@@ -109,7 +109,7 @@ class HostText:
         guest."""
         parts, unit = self._parts, self._parts.spec.hit_tokens
         missed = (self._key(full), full) if full > hit else None
-        parts.boundaries.learn((self._key(hit), hit) if hit else None, missed)
+        parts.boundaries.learn((self._key(hit), hit) if hit else None, missed if parts.has_full else None)
         each = parts.sizes.of(num_tokens)
         guest, text = parts.returns.begin(
             self._keys, hit // unit, parts.sizes.room(parts.pools, each), float(each.sum())
@@ -263,11 +263,13 @@ class HostText:
     def _cool(self, ends: Collection[int]) -> None:
         """Blocks for windows go first if only this text is known to want their boundary, and it has moved on."""
         parts, last = self._parts, min(ends)
+        has_slack = not self._has_ended and self._pays(End.PROMPT, End.SHORT)
         for boundary in [b for b in self._passing if b < last]:
             self._passing.discard(boundary)
             for g, group in enumerate(parts.spec.groups):
                 bt, see = group.block_tokens, group.attention.first_visible
-                at = np.arange(see(boundary) // bt, min(boundary, see(last)) // bt)
+                kept = needed_from(group.attention, last) if has_slack else see(last)
+                at = np.arange(see(boundary) // bt, min(boundary, kept) // bt)
                 if group.attention.kind is not Kind.FULL and len(at):
                     groups = np.full(len(at), g, np.int32)
                     parts.stores.touch(groups, self._names(groups, at), cold=True)

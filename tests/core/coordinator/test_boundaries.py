@@ -279,7 +279,7 @@ def test_hints_that_never_pay_are_not_followed_any_more(make_serving) -> None:
     assert not serving.cache.stats().ends["stem"].pays
 
 
-@pytest.mark.parametrize("wrong", [(0,), (-1,), (34,), (1.5,), (True,), ("1",), "12", {3: 4}, 7, None])
+@pytest.mark.parametrize("wrong", [(0,), (-1,), (34,), (1.5,), (True,), ("1",), "12", {3: 4}, 7, None, [[1]], [{}]])
 def test_boundaries_that_are_no_places_in_the_prompt_are_refused(wrong: object) -> None:
     with pytest.raises(InvalidRequest, match="boundaries"):
         Request("a", prompt(0, 33), 1, boundaries=wrong)  # type: ignore[arg-type]

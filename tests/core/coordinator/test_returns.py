@@ -82,6 +82,23 @@ def test_distances_do_not_depend_on_what_was_there() -> None:
     assert np.array_equal(stories[0]._found, stories[1]._found) and stories[0]._found.sum() > 0
 
 
+def test_when_rounds_stop_nobody_is_a_guest_any_more() -> None:
+    """Else what was kept would stay for ever, and others would find nothing of what they share."""
+    cache = Lru(80)
+    for _ in range(4):
+        for conversation in range(100):
+            cache.turn(conversation)
+    assert any(cache.turn(conversation) for conversation in range(100))
+    guests = [cache.turn(1000 + k) for k in range(600)]
+    assert not any(guests[300:])
+
+
+def test_a_text_that_is_forgotten_is_no_guest_if_its_content_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Returns(1)
+    monkeypatch.setattr(known, "_keeps_some", lambda capacity: True)
+    assert [known.begin(chain(3, 8), hit, 9.0, 1.0)[0] for hit in (0, 3, 4, 8)] == [True, True, False, False]
+
+
 def test_old_texts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(returns, "TEXTS", 16)
     known = Returns(1)
