@@ -72,10 +72,11 @@ class Retention:
             last = min(self.last_boundaries(len(seq.tokens)))
             if hit is not None:
                 goes_on = known.want(hit[0]) and n < last and known.leave(hit[0])
-            if known.pays(End.PROMPT) and known.pays(End.SHORT):
-                seq.named_from = seq.slack_from = min(needed_from(g.attention, last) for g in self._local)
-            if self._passes and known.pays(End.PASSED):
-                seq.named_from, stop = n, max(n, self._kept_from(seq, last))
+            passes, slack = self._passes and known.pays(End.PASSED), known.pays(End.PROMPT) and known.pays(End.SHORT)
+            if passes or slack:
+                first = min(needed_from(g.attention, last) for g in self._local)
+                seq.slack_from = first if slack else NEVER
+                seq.named_from, stop = (n, max(n, first)) if passes else (first, stop)
         if seq.request.boundaries:
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0

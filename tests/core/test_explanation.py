@@ -86,6 +86,7 @@ def test_the_story_in_words_names_what_happened_in_its_order(make_serving):
 def test_the_group_that_limits_a_hit_is_named_with_its_token(make_serving):
     """A window's blocks in the middle of a text are not kept: full attention would have allowed more."""
     serving = make_serving(GROUPS, 40, journal_events=1000)
+    inside.pass_nothing(serving.cache)
     serving.serve("long", prompt(0, 41), 1)
     serving.serve("part", [*prompt(0, 23), 9, 9, 9, 9, 9], 1)
     hit = told(serving, "part").hits[0]
@@ -340,6 +341,7 @@ def test_an_end_that_does_not_pay_is_told_from_what_was_pushed_out(make_serving,
 
 def test_where_prompts_part_for_the_first_time_nothing_was_kept(make_serving):
     serving = make_serving(GROUPS, 60, journal_events=1000)
+    inside.pass_nothing(serving.cache)
     for n in range(3):
         serving.serve(f"{n}", [*prompt(0, 20), *prompt(n + 1, 13)], 1)
     assert missed(serving, "1")[0] == (0, 20, "not_kept", "win", "")
