@@ -1,7 +1,7 @@
 """Boundaries: where prompts were found again, and which kinds of ends are worth keeping.
 
 A *boundary* is a length at which a prompt's prefix is found again. Which one the next request finds depends on how its
-client writes it: a template that keeps answers as they were finds the answer's end; one that drops the thinking, or
+client writes it. A template that keeps answers as they were finds the answer's end. One that drops the thinking, or
 ends its prompts otherwise than its history, finds the prompt's. So it is learned:
 
     PROMPT   the end of a prompt

@@ -19,8 +19,10 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.tracked import Tracked
 from kvtier.pools.block_pool import BlockPools, Col
 
-MOST_TOKENS, MOST_REQUESTS = 131_072, 8
-"""Of the queue's head, those that are looked at in a step, or one: a millisecond at most."""
+MOST_TOKENS, HEAD = 131_072, 64
+"""The queue's head is so many requests, of so many tokens and one request more."""
+MOST_REQUESTS = 8
+"""Of the head, as many are touched in a step."""
 
 
 class Coming:
@@ -61,7 +63,7 @@ class Coming:
 
     def _head(self) -> Iterator[Tracked]:
         tokens = 0
-        for seq in self._roster.waiting:
+        for seq in self._roster.waiting[:HEAD]:
             yield seq
             tokens += len(seq.tokens)
             if tokens > MOST_TOKENS:

@@ -58,7 +58,8 @@ class Retention:
 
     def start(self, seq: Tracked, match: Match, is_all: bool) -> None:
         """The request begins in its row with this hit: the hit's boundary is wanted from now on.
-        ``is_all``: there is no tier behind the host.
+
+        ``is_all``: there is no tier behind the host, so the request may be a guest.
 
         If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
         this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.
@@ -168,12 +169,14 @@ class Retention:
         ends pay.
         """
         self._seal_anchors(seq, end)
-        if not self._local or seq.is_guest:
+        if not self._local:
             return
         ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
         unit = self._spec.hit_tokens
         for b in range(max(unit, ends[0] - SLACK // unit * unit), ends[0], unit) if ends else ():
             self.boundaries.end(self._key(seq, b), End.SHORT)
+        if seq.is_guest:
+            return
         if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
             superseded[seq.row, :2] = ends[-1]
         elif ends and self.boundaries.pays(End.PROMPT):

@@ -17,14 +17,14 @@ where the curve of hits is not concave is Talus (Beckmann and Sanchez, HPCA 2015
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.keys import KeyArray
-from kvtier.geometry.spec import Attention
 from kvtier.pools.block_pool import BlockPools
+from kvtier.remote.objects import KeptGroup
 
 TEXTS = 4096
 """Texts whose sizes are remembered."""
@@ -32,7 +32,7 @@ NAMES = 1 << 16
 """Places for the names of their ends; a newer name may take an older one's place."""
 BINS_PER_OCTAVE = 4
 FADES = 0.99
-"""The weight of the past after each request that comes back."""
+"""The weight of the past after each request: some hundred count."""
 EVIDENCE = 8
 """So many must have come back lately before anything is decided, and a quarter of all: what many share is found by
 use."""
@@ -47,26 +47,10 @@ NEVER = 2**40
 Bytes = npt.NDArray[np.float64]
 
 
-class Sized(Protocol):
-    """A group, as far as the size of texts is concerned."""
-
-    @property
-    def attention(self) -> Attention:
-        """What its queries see."""
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-
-
 class TextBytes:
     """What texts take in pools of these groups. Bytes by group are float64 [groups]."""
 
-    def __init__(self, groups: Sequence[Sized]) -> None:
+    def __init__(self, groups: Sequence[KeptGroup]) -> None:
         self._of_block = np.array([group.block_bytes for group in groups], np.float64)
         self._of_token = self._of_block / [group.block_tokens for group in groups]
         self._spans = np.array([group.attention.span_tokens or NEVER for group in groups])
