@@ -26,7 +26,8 @@ from core.loops import compiled_again
 from hypothesis import HealthCheck, settings
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, KVCache, SlidingWindow
-from kvtier.audit.run import Violation
+from kvtier.audit.run import AuditLevel, Checks, Violation
+from kvtier.coordinator.core import Core
 from kvtier.testing import canary_spec
 
 settings.register_profile(
@@ -39,6 +40,11 @@ WINDOW = {"win": (SlidingWindow(6), 4)}
 CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 
 Factory = Callable[..., Any]
+
+AUDITED_WHOLLY = 24
+AUDITED_THEN = 4
+"""Of a cache's schedules, commits and cancels: the first ones, and each fourth one after them. Between them
+``make test`` checks the counters alone, ``make test-all`` everything."""
 
 LEFT_OUT = pytest.StashKey[int]()
 WHOLLY = pytest.StashKey[set[str]]()
@@ -137,6 +143,27 @@ def audit_every_cache(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     yield
     left = [cache for cache in (ref() for ref in made) if cache is not None and "damaged" not in request.fixturenames]
     assert found + [violation for cache in left for violation in cache.audit()] == []
+
+
+def _audit_in_part() -> None:
+    whole, turns = Checks.after, weakref.WeakKeyDictionary[Checks, int]()
+
+    @functools.wraps(whole)
+    def after(self: Checks, core: Core, moment: str) -> None:
+        turn = turns[self] = turns.get(self, 0) + 1
+        level = self.level
+        if level == AuditLevel.FULL and turn > AUDITED_WHOLLY and turn % AUDITED_THEN:
+            self.level = AuditLevel.COUNTS
+        try:
+            whole(self, core, moment)
+        finally:
+            self.level = level
+
+    Checks.after = after  # type: ignore[method-assign]
+
+
+if LANE != "all":
+    _audit_in_part()
 
 
 @pytest.fixture(autouse=True)

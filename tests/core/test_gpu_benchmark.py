@@ -234,6 +234,7 @@ def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, caps
     assert ("is why" in shown) is (FAILS in tests)
 
 
+@breadth
 @pytest.mark.parametrize(
     "interrupts", sample([signal.default_int_handler, signal.SIG_IGN], [signal.SIG_IGN]), ids=["heeded", "ignored"]
 )
@@ -253,6 +254,7 @@ def test_device_tests_that_hang_are_ended(tmp_path, interrupts):
     assert (ran.passed, ran.failed) == (1, 1) and f"ended after {limit_s:.0f} s" in ran.text
 
 
+@breadth
 def test_a_device_test_that_hangs_is_named_and_ended_before_the_others_have_no_time(tmp_path, monkeypatch):
     monkeypatch.setattr(device_tests, "TEST_S", 2)
     (tmp_path / "pyproject.toml").write_text(PROJECT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import inside
 import numpy as np
 import pytest
-from breadth import sample
+from breadth import breadth, sample
 
 from kvtier.cache.warmup import warm_up
 from kvtier.coordinator.coordinator import Coordinator
@@ -87,6 +87,7 @@ def test_with_a_store_behind_the_host_tier_all_is_well_too(name):
     assert (result.loading > 0) == ("spills" not in name), "what was fetched is loaded"
 
 
+@breadth
 def test_preemptions_happen_and_are_counted():
     assert (explored(TIGHT.name).violations, explored(TIGHT.name).preemptions) == ([], 1)
 
@@ -130,6 +131,7 @@ def test_components_come_after_what_they_lead_to():
     assert parts.index([3]) < parts.index([1, 2]) < parts.index([0])
 
 
+@breadth
 def test_states_that_differ_and_were_merged_are_reported(monkeypatch):
     """A name that forgets the pools merges too much."""
     names = {}
@@ -166,6 +168,7 @@ def test_landed_loads_that_wait_behind_a_head_that_is_short_are_found(monkeypatc
     assert "I9: the load of r0 has landed, but it does not run" in found(LOADS)
 
 
+@breadth
 def test_a_victim_that_frees_nothing_is_found(monkeypatch):
     """Two requests with one prompt share its blocks: neither's release frees them."""
     monkeypatch.setattr(Room, "can_go_on", lambda *_: True)  # else whoever lacks more than the other has ends
@@ -174,11 +177,13 @@ def test_a_victim_that_frees_nothing_is_found(monkeypatch):
     assert "I10: r1 is preempted for [1, 0, 0] blocks, but only [0, " in found(equal)
 
 
+@breadth
 def test_preempting_the_older_for_the_younger_is_found(monkeypatch):
     monkeypatch.setattr(Roster, "younger", lambda self, seq: [s for s in reversed(self.running) if s is not seq])
     assert "is preempted, though it is the first in service order" in found(DISTINCT)
 
 
+@breadth
 def test_a_failing_load_that_is_tried_for_ever_is_a_livelock(monkeypatch):
     unpublish = BlockPools.unpublish
 
@@ -200,6 +205,7 @@ def test_blocks_that_are_never_given_back_are_found(monkeypatch):
     assert "I2: host" in found(LOADS)
 
 
+@breadth
 def test_an_empty_step_that_nobody_ends_is_found(monkeypatch):
     """Nobody is admitted: the first schedule is empty, and nothing is under way."""
     monkeypatch.setattr("kvtier.coordinator.admission.Admission._admit", lambda self, *_: None)
@@ -226,6 +232,7 @@ def test_a_fetch_that_nobody_gives_up_is_found(monkeypatch):
     assert "is overdue, and still waited for" in found(CONFIGURATIONS["store, fetches hang"])
 
 
+@breadth
 def test_a_first_request_that_lets_others_pass_is_found(monkeypatch):
     def sit_out(self, position):
         inside.running(self).entries.placed[inside.running(self).roster.running[position].row] = 1

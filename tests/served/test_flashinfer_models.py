@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from breadth import breadth
+from breadth import breadth, sample
 from families import zoo
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,6 +35,7 @@ from .cpu_graph import CpuGraphs
 from .test_graphs import requests
 
 LAYERS = 4
+NAMES = [name for name in ("gemma3", "gemma2", "gpt_oss", "llama4", "mistral") if name in zoo.ZOO]
 TYPICAL, LARGEST = 1e-2, 6e-2
 """Over the logits' deviation. Seen: 2.4e-3 and 2.2e-2; with one head's scale for another's 8.6e-2 and 1.3e-1."""
 
@@ -107,7 +108,7 @@ def check_served(serving: Serving, flashinfer: Any, asked: Sequence[Request] = (
 # --- K and V in fp8 ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in ("gemma3", "gemma2", "gpt_oss", "llama4", "mistral") if n in zoo.ZOO])
+@pytest.mark.parametrize("name", sample(NAMES, ["gemma3", "llama4"]))
 def test_fp8_eagerly_and_captured(name: str, serve: Callable[..., Serving], flashinfer: Any) -> None:
     check_served(serve(name, dtype="fp8", kv_scales=uneven), flashinfer)
     assert {m.dtype_kv for m in flashinfer.modules} == {
@@ -219,7 +220,7 @@ def test_what_the_attention_will_hold_is_known_before_it_does(
 
 
 @pytest.mark.usefixtures("unaudited")
-@pytest.mark.parametrize("fails", [False, True], ids=["captured", "capture fails"])
+@pytest.mark.parametrize("fails", sample([False, True], [False]), ids=["captured", "capture fails"])
 def test_verify_runs_decode_steps_as_the_engine_does(
     fails: bool, flashinfer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

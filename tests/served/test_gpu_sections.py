@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from breadth import sample
+from breadth import breadth, sample
 from core.fake_cuda import FakeCuda, FakeSums
 from families import zoo
 from patience import FOREVER_S
@@ -155,6 +155,7 @@ def test_the_mark_on_the_ratio_holds_where_computing_is_a_fair_rival(
     assert ttft.ratio("m", 29.0, share, hybrid).ok is (None if at_least is None else False)
 
 
+@breadth
 def test_a_chip_that_is_not_known_is_said_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttft, "MODELS", ("gpt-oss-20b",))
     found = named(ttft.run(Budget(FOREVER_S), replace(stage, chip="Sparkler 3000")))
@@ -170,6 +171,7 @@ def test_chips(name: str, tflops: int) -> None:
     assert peak_flops(name) == tflops * 1e12
 
 
+@breadth
 def test_what_does_not_fit_is_said_and_a_model_leaves_nothing_behind(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +199,7 @@ def test_without_time_nothing_is_built(stage: Stage, monkeypatch: pytest.MonkeyP
     assert [f.ok for f in ttft.run(Budget(5.0), stage)] == [False] * 3
 
 
+@breadth
 def test_a_prompt_that_was_not_where_it_should_be_gives_no_figure(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +220,7 @@ def test_a_prompt_that_was_not_where_it_should_be_gives_no_figure(
     assert "ttft: Gemma-3-12B, loaded against computed" in found and len(made) == 3
 
 
+@breadth
 def test_kernels_that_cannot_be_had_leave_the_reference_attention_and_the_reason(
     flash_stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +264,7 @@ def test_decode_steps_in_graphs_beside_copies_and_over_other_pages(flash_stage: 
         assert longer == pytest.approx(100 * (strided / contiguous - 1))
 
 
+@breadth
 def test_steps_that_are_not_captured_miss_their_mark(stage: Stage) -> None:
     found = named(decode.run(Budget(FOREVER_S), stage, SIZE))
     assert found["decode: steps run as captured graphs"].ok is False
@@ -267,6 +272,7 @@ def test_steps_that_are_not_captured_miss_their_mark(stage: Stage) -> None:
     assert "decode: of a step, the GPU idles" not in found
 
 
+@breadth
 def test_a_smaller_step_that_is_captured_is_not_timed_for_the_whole_one(flash_stage: Stage) -> None:
     calls: list[int] = []
 
@@ -287,6 +293,7 @@ def test_a_smaller_step_that_is_captured_is_not_timed_for_the_whole_one(flash_st
     assert "decode: of a step, the GPU idles" not in found
 
 
+@breadth
 def test_decode_says_what_does_not_fit(stage: Stage) -> None:
     [figure] = decode.run(Budget(FOREVER_S), replace(stage, free_bytes=lambda: 10), SIZE)
     assert figure.ok is False and "does not fit" in figure.note
@@ -371,6 +378,7 @@ def test_lost_throughput(rig: Rig, monkeypatch: pytest.MonkeyPatch, slow: float,
     assert figure.note == f"{1 / slow:.1f} GB/s meanwhile, {50 / slow:.0f} % of the link's own peak"
 
 
+@breadth
 def test_a_measurement_has_tokens_for_all_its_steps(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that ended half way would make the rest of the steps look fast."""
     running = []
