@@ -8,7 +8,6 @@ import pytest
 from breadth import covering, sample
 from conftest import WHOLLY
 
-
 TOOLS = {
     "tests/core/test_gpu_benchmark.py",
     "tests/model/test_explore.py",
