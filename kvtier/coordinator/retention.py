@@ -77,7 +77,7 @@ class Retention:
             if passes or slack:
                 first = min(needed_from(g.attention, last) for g in self._local)
                 seq.slack_from = first if slack else NEVER
-                seq.named_from, stop = (n, max(n, first)) if passes else (first, stop)
+                seq.named_from, stop = (n, max(n, self._kept_from(seq, last))) if passes else (first, stop)
         if seq.request.boundaries:
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0

@@ -167,6 +167,7 @@ def test_f9_sglang_29350_a_hit_falls_back_to_the_last_boundary_that_both_have(ma
 def test_f9_flexkv_195_a_hit_makes_its_blocks_the_newest_in_every_group(make_serving, groups):
     sizes = {name: {"full": 20, "win": 7, "chunk": 4}[name] for name in groups}
     serving = make_serving(groups, sizes, scheduler={"max_batched_tokens": 4})
+    inside.pass_nothing(serving.cache)
     old, new = prompt(1, 29), prompt(2, 29)
     serving.serve("old", old, 1)
     serving.serve("new", new, 1)

@@ -104,6 +104,7 @@ def test_h2_vllm_44701_no_two_contexts_share_a_token_in_either_tier(make_serving
 @pytest.mark.parametrize("context", ["plain", "salt X", "adapter X", "image"])
 def test_h3_sglang_37160_both_tiers_know_a_block_by_the_same_key(make_serving, context):
     serving = make_serving(GROUPS, 32, 32, hold=[])
+    inside.pass_nothing(serving.cache)  # which stays on the device
     serving.serve("A", TOKENS, 1, **CONTEXTS[context])
     found = []
     for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
