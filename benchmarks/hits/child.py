@@ -31,9 +31,11 @@ class Sizes(NamedTuple):
 @dataclass
 class Found:
     """Prompt tokens, and those of them that were found at a request's first admission, by tier. What ``failed`` has
-    found nothing. ``settings``: of the engine."""
+    found nothing. ``computed_tokens``: that steps had, of prompts and of answers, again after a preemption too.
+    ``settings``: of the engine."""
 
     prompt_tokens: int = 0
+    computed_tokens: int = 0
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
     failed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)

@@ -34,7 +34,7 @@ def serve(
     """``at_once``: requests that run at a time; ``queued``: others that wait in the engine meanwhile."""
     device_bytes, host_bytes = sizes.device_bytes, sizes.host_bytes
     found = replay(asked, spec_of(shape, block_tokens), device_bytes, host_bytes, at_once, step_tokens, queued)
-    return Found(found.prompt_tokens, found.tiers, found.too_large + found.failed)
+    return Found(found.prompt_tokens, found.computed_tokens, found.tiers, found.too_large + found.failed)
 
 
 if __name__ == "__main__":

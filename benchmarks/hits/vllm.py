@@ -89,7 +89,7 @@ class Engine:
             log_stats=False,
         )
         self._hasher = _hasher(block_tokens)
-        self.ran = 0
+        self.ran = self.computed_tokens = 0
         self._worker = WORKERS[OFFLOADING]() if transfer else None
         self._brought: dict[str, int] = {}
         if transfer:
@@ -152,7 +152,7 @@ class Engine:
                 kv_connector_output=moved,
             ),
         )
-        self.ran = len(names)
+        self.ran, self.computed_tokens = len(names), self.computed_tokens + output.total_num_scheduled_tokens
         brought = {new.req_id: self._brought.get(new.req_id, 0) for new in output.scheduled_new_reqs}
         new = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         return {name: (new[name] - brought[name], brought[name]) for name in new}
@@ -188,6 +188,7 @@ def serve(
             found.prompt_tokens += len(asked[int(name)].prompt)
             for tier, count in zip(found.tiers, hits.pop(name), strict=True):
                 found.tiers[tier] += count
+    found.computed_tokens = engine.computed_tokens
     return found
 
 

@@ -64,15 +64,14 @@ class Retention:
         If no request has wanted it before, the request is a conversation that goes on. Then the windows' content at
         this boundary is superseded by the content that the request leaves at its own end, unless such ends pay.
         """
-        n, known, goes_on, stop = match.num_tokens, self.boundaries, False, match.num_tokens
+        n, known, stop = match.num_tokens, self.boundaries, match.num_tokens
+        hit, full = (self._key(seq, n), n) if n else None, match.full_tokens if self._has_full else n
+        if not seq.preemptions:  # else it finds what it has left itself
+            known.learn(hit, (self._key(seq, full), full) if full > n else None)
+        last = min(self.last_boundaries(len(seq.tokens)))
+        goes_on = hit is not None and known.want(hit[0]) and n < last and known.leave(hit[0])
         seq.named_from = seq.slack_from = NEVER
         if self._local:
-            hit, full = (self._key(seq, n), n) if n else None, match.full_tokens if self._has_full else n
-            if not seq.preemptions:  # else it finds what it has left itself
-                known.learn(hit, (self._key(seq, full), full) if full > n else None)
-            last = min(self.last_boundaries(len(seq.tokens)))
-            if hit is not None:
-                goes_on = known.want(hit[0]) and n < last and known.leave(hit[0])
             passes, slack = self._passes and known.pays(End.PASSED), known.pays(End.PROMPT) and known.pays(End.SHORT)
             if passes or slack:
                 first = min(needed_from(g.attention, last) for g in self._local)
@@ -169,13 +168,11 @@ class Retention:
         ends pay.
         """
         self._seal_anchors(seq, end)
-        if not self._local:
-            return
         ends, superseded = self._note_ends(seq, end, End.PROMPT), self._tables.arrays.superseded
         unit = self._spec.hit_tokens
         for b in range(max(unit, ends[0] - SLACK // unit * unit), ends[0], unit) if ends else ():
             self.boundaries.end(self._key(seq, b), End.SHORT)
-        if seq.is_guest:
+        if seq.is_guest or not self._local:
             return
         if ends and any(self.boundaries.is_wanted(self._key(seq, b)) for b in ends):
             superseded[seq.row, :2] = ends[-1]
@@ -187,7 +184,8 @@ class Retention:
     def seal_end(self, seq: Tracked, comes_back: bool) -> None:
         """The request is about to leave its row: names the blocks that hits at the end of its text need.
 
-        They stay warm if it comes back, or if such ends pay.
+        They stay warm if it comes back, or if such ends pay. If nothing of answers is found again, the answer's full
+        blocks are superseded too.
         """
         end, pays = int(self._tables.arrays.computed[seq.row]), self.boundaries.pays
         is_answer = end > len(seq.request.tokens)
@@ -198,9 +196,10 @@ class Retention:
             seq.is_guest, self._tables.arrays.superseded[seq.row, 2] = False, NEVER
         else:
             self._note_text(seq, end)
-        if not self._local:
-            return
-        if stays and not seq.is_guest:
+            if is_answer and not stays and not pays(End.PASSED):
+                cold = self._tables.arrays.superseded[:, 2]
+                cold[seq.row] = min(cold[seq.row], max(self.last_boundaries(len(seq.request.tokens))))
+        if stays and self._local and not seq.is_guest:
             stop = self._tables.arrays.superseded[:, 1]
             last = min(self.last_boundaries(end))
             stop[seq.row] = min(stop[seq.row], *(g.attention.first_visible(last) for g in self._local))
@@ -229,13 +228,16 @@ class Retention:
 
     def cool_in_host(self, seq: Tracked) -> None:
         """If the mode ``keeps_copies``: the host's copies of what the request's end supersedes become the oldest."""
-        start, stop, _ = self._tables.arrays.superseded[seq.row].tolist()
-        if not self._mode.keeps_copies or start >= stop or seq.is_guest:
+        start, stop, gone = self._tables.arrays.superseded[seq.row].tolist()
+        if not self._mode.keeps_copies or seq.is_guest:
             return
         for g, group in enumerate(self._spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible
-            first, end = max(start, see(stop)) // bt, stop // bt
-            if self._is_local[g] and end > first:
+            first, end = max(start, see(stop)), stop
+            if not self._is_local[g]:
+                first, end = gone, int(self._tables.arrays.computed[seq.row])
+            first, end = first // bt, end // bt
+            if end > first:
                 units = bt // self._spec.hash_tokens
                 keys = np.ascontiguousarray(seq.keys[(first + 1) * units - 1 : end * units : units])
                 self._stores.touch(np.full(len(keys), g, np.int32), keys, cold=True)

@@ -36,8 +36,9 @@ FADES = 0.99
 EVIDENCE = 8
 """So many must have come back lately before anything is decided, and a quarter of all: what many share is found by
 use."""
-GAIN = 1.25
-"""What keeping some must find more, by the estimate, than keeping what was used last."""
+GAIN = 2.0
+"""So many times as much must keeping some find, by the estimate, as keeping what was used last. The estimate knows
+nothing of what is lost while others take the place of what was kept."""
 LOTTERY = 16
 """While only some are kept, one in so many of the others takes the place of one of them: what is kept stays current."""
 

@@ -70,10 +70,17 @@ class StorePolicy:
         keys, superseded = pools.arrays.key[pools.entries(groups, blocks)], pools.is_superseded(groups, blocks)
         useful = ~superseded
         planned += self._store(groups[useful], blocks[useful], keys[useful], cold=True, may_try=ahead)
-        lacking = superseded & (self._host.find(groups, keys) == 0)
-        for g in range(len(planned)):
-            at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
-            planned += self._store(groups[at], blocks[at], keys[at], cold=True, superseded=True, may_try=ahead)
+        return planned + self.fill_spare(groups[superseded], blocks[superseded], keys[superseded], may_try=ahead)
+
+    def fill_spare(self, groups: Ids, blocks: Ids, keys: Words, may_try: bool = True) -> Counts:
+        """Plans stores for superseded blocks that the host lacks, as far as it has empty blocks. Returns their number
+        by group."""
+        planned = np.zeros(self._device.num_groups, np.int64)
+        if self._host is not None and len(groups):
+            lacking = self._host.find(groups, keys) == 0
+            for g in range(len(planned)):
+                at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
+                planned += self._store(groups[at], blocks[at], keys[at], cold=True, superseded=True, may_try=may_try)
         return planned
 
     def count_lost(self, pools: BlockPools, groups: Ids, blocks: Ids) -> None:

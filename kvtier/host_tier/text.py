@@ -48,6 +48,7 @@ class HostText:
         self._branches: set[int] = set()  # boundaries at which others part from it
         self._went_on_from = 0  # its hit, if no other text had wanted one there
         self._has_ended = False  # its prompt has: a further end is the answer's
+        self._prompt_end = 0  # its prompt's last boundary
         self._is_guest = False  # others are kept whole instead of its content
         self._came_from: int | None = None  # the text that it goes on from, once it has matched
         self._hit_before = 0  # what it has begun with: windows before that one's are not there
@@ -215,8 +216,7 @@ class HostText:
         self._branches -= boundaries
         self._stored = max(self._stored, known)
         if len(blocks[0]):
-            groups, at, there = blocks
-            parts.stores.touch_or_store(groups, there, self._names(groups, at), np.zeros(len(at), bool))
+            self._store(*blocks)
         if ends:
             self._cool(ends)
         if self._with_remote:
@@ -239,6 +239,16 @@ class HostText:
             groups, at, blocks = groups[there], at[there], blocks[there]
         self._parts.check_blocks(groups, blocks)
         return groups, at, blocks
+
+    def _store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
+        """Plans the stores. If nothing of answers is found again, the answer's full blocks get what room is spare."""
+        stores, names, last = self._parts.stores, self._names(groups, at), np.zeros(len(at), bool)
+        if self._has_ended and not self._pays(End.ANSWER) and not self._pays(End.PASSED):
+            kinds = np.array([group.attention.kind is Kind.FULL for group in self._parts.spec.groups])
+            tokens = np.array([group.block_tokens for group in self._parts.spec.groups])
+            last = kinds[groups] & (at >= self._prompt_end // tokens[groups])
+        stores.touch_or_store(groups[~last], blocks[~last], names[~last], np.zeros(int((~last).sum()), bool))
+        stores.fill_spare(groups[last], blocks[last], names[last])
 
     def _pays(self, *ends: End) -> bool:
         return all(map(self._parts.boundaries.pays, ends))
@@ -278,7 +288,7 @@ class HostText:
             parts.boundaries.end(self._key(boundary), end)
         self._ends |= {*ends}
         if end is End.PROMPT:
-            unit = parts.spec.hit_tokens
+            self._prompt_end, unit = max(ends), parts.spec.hit_tokens
             short = range(max(unit, last - SLACK // unit * unit), last, unit)
             for boundary in short:
                 parts.boundaries.end(self._key(boundary), End.SHORT)

@@ -98,6 +98,22 @@ def test_a_hit_is_held_until_it_is_dropped():
     assert engine.tier.text(chain(text)).match(0, 40).num_tokens == 0
 
 
+def test_answers_of_which_nothing_is_found_again_go_first(monkeypatch):
+    engine, counts = Outside(host_memory=20_000), []
+    for paying in (End.ANSWER, End.PASSED, End.PROMPT):
+        monkeypatch.setattr(Boundaries, "pays", lambda self, end, paying=paying: end is paying)
+        seq = engine.begin([1000 * paying + k for k in range(64)])
+        engine.compute(seq, 40)
+        blocks = [np.asarray(seq.tables[g], np.int32) for g in range(3)]
+        seq.text.computed(blocks, 40, is_end=True)
+        engine.compute(seq, 64)
+        for _ in range(20):
+            engine.poll([])
+        engine.leave(seq)
+        counts.append(inside.tier_pools(engine.tier).num_superseded(0))
+    assert counts == [0, 0, (64 - 40) // 4]
+
+
 def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it(monkeypatch):
     monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
     engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))

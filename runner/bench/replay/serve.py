@@ -22,6 +22,8 @@ class Found:
 
     prompt_tokens: int = 0
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
+    computed_tokens: int = 0
+    """That steps had, of prompts and of answers: what a preempted request computes again counts again."""
     preemptions: int = 0
     too_large: int = 0
     """Requests that can never fit this memory; nothing of them is found."""
@@ -74,6 +76,7 @@ def serve(
                     order.end(k)
                     progress()
             step = scheduler.schedule()
+            found.computed_tokens += step.num_tokens
             ids = np.array([said[step.request_ids[row]].pop() for row in step.sample_rows], np.int64)
             for done in scheduler.commit(step, ids):
                 found.count(done)

@@ -203,12 +203,12 @@ def test_a_short_turn_does_not_cool_what_its_own_prompt_needs(make_serving) -> N
     serving.run()
 
 
-def test_models_with_full_attention_alone_have_nothing_to_learn(make_serving) -> None:
+def test_models_with_full_attention_alone_learn_whether_answers_are_found(make_serving) -> None:
     serving = make_serving({"full": (FullAttention(), 4)}, 100)
     for k in range(3):
         serving.serve(f"{k}", prompt(0, 33), 9)
-    known = inside.boundaries(serving.cache)
-    assert known._credits == Boundaries()._credits and not known._ends and np.size(inside.wanted_keys(known)) <= 1
+    ends = serving.cache.stats().ends
+    assert (ends["prompt"].hits, ends["prompt"].pays) == (2, True)
 
 
 def test_a_cache_tells_which_ends_were_found_and_which_would_have_been(make_serving, monkeypatch) -> None:
@@ -291,3 +291,29 @@ def test_a_request_has_its_boundaries_once_each_and_in_order() -> None:
     assert pickle.loads(pickle.dumps(request)).boundaries == (4, 33)
     with pytest.raises(AttributeError):
         request.boundaries = ()
+
+
+@pytest.mark.parametrize("groups", [["full"], ["full", "near"]])
+@pytest.mark.parametrize("host", [None, 300])
+def test_answers_of_which_nothing_is_found_again_go_first(make_serving, monkeypatch, groups, host) -> None:
+    """A template that drops the thinking: the next turn goes on from the prompt's end."""
+    spec = canary_spec({name: (SPEC.group(name).attention, 4) for name in groups})
+    serving = make_serving(spec, 300, host, hold=[])
+    tiers = [inside.pools(serving.cache), *([] if host is None else [inside.host(serving.cache)])]
+    inside.pass_nothing(serving.cache)
+    serving.serve("pays", prompt(0, 33), 17)
+    assert [pools.num_superseded(0) for pools in tiers] == [0] * len(tiers)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end in (End.PROMPT, End.STEM))
+    text, said = prompt(1, 33), serving.serve("does not", prompt(1, 33), 17).token_ids
+    serving.run()
+    assert [pools.num_superseded(0) for pools in tiers] == [4] * len(tiers), "of 49 tokens, from the 33rd on"
+    assert serving.serve("dropped", [*text, *prompt(2, 9)], 1).cached_tokens["device"] == 32
+    assert serving.serve("kept", [*text, *said, 1, 2], 1).cached_tokens["device"] >= 32, "as long as there is room"
+
+
+def test_an_answer_is_kept_as_long_as_something_of_answers_is_found(make_serving, monkeypatch) -> None:
+    serving = make_serving(SPEC, 300)
+    for paying in (End.ANSWER, End.PASSED):
+        monkeypatch.setattr(Boundaries, "pays", lambda self, end, paying=paying: end is paying)
+        serving.serve(f"{paying}", prompt(int(paying), 33), 17)
+    assert inside.pools(serving.cache).num_superseded(0) == 0
