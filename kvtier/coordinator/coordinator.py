@@ -161,6 +161,8 @@ class Coordinator:
         self.connector.unpin_host(loads.groups, loads.hosts)
         if match.num_tokens:
             self.retention.keep_in_host(seq, *hit, match.at[match.device > 0])
+            if not seq.went_on_from:  # others want it too; it may be content that windows have passed
+                self._offer(seq, [match.num_tokens])
         self.evictions.note([seq.request.request_id])
         return True
 
