@@ -363,6 +363,11 @@ def tier_pools(tier: HostTier) -> BlockPools:
     return tier._pools
 
 
+def tier_boundaries(tier: HostTier) -> Boundaries:
+    """What remembers where prompts were found again."""
+    return tier._parts.boundaries
+
+
 def tier_arena(tier: HostTier) -> Arena:
     """Its memory."""
     return tier._bytes._guard._arenas[0]

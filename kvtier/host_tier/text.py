@@ -51,6 +51,7 @@ class HostText:
         self._prompt_end = 0  # its prompt's last boundary
         self._is_guest = False  # others are kept whole instead of its content
         self._came_from: int | None = None  # the text that it goes on from, once it has matched
+        self._last = 0  # the boundary before its prompt's last token
         self._hit_before = 0  # what it has begun with: windows before that one's are not there
         self._shared = 0  # tokens at its beginning, which other conversations have too
         self._ends: set[int] = set()  # boundaries from which later texts may go on
@@ -80,6 +81,7 @@ class HostText:
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
+        self._last = (num_tokens - 1) // unit * unit
         remote = parts.door.remote if ask_remote and self._with_remote else None
         if remote is not None and self._sought is not None:
             remote.poll()
@@ -170,7 +172,7 @@ class HostText:
         parts.loads[ticket] = False
         self.drop()
         name = self._key(hit.end)
-        goes_on = parts.boundaries.want(name) and parts.boundaries.leave(name)
+        goes_on = parts.boundaries.want(name) and hit.end < self._last and parts.boundaries.leave(name)
         if goes_on and not parts.boundaries.pays(End.LEFT):
             self._passing.add(hit.end)
             self._went_on_from = hit.end
@@ -219,6 +221,7 @@ class HostText:
             self._store(*blocks)
         if ends:
             self._cool(ends)
+        self._has_ended |= is_end
         if self._with_remote:
             seek = None if self._sought is None else self._sought.seek
             parts.door.offer(self._keys, sorted(boundaries | ends, reverse=True), seek)
@@ -283,7 +286,7 @@ class HostText:
                 if group.attention.kind is not Kind.FULL and len(at):
                     groups = np.full(len(at), g, np.int32)
                     parts.stores.touch(groups, self._names(groups, at), cold=True)
-        end, self._has_ended = End.ANSWER if self._has_ended else End.PROMPT, True
+        end = End.ANSWER if self._has_ended else End.PROMPT
         for boundary in ends:
             parts.boundaries.end(self._key(boundary), end)
         self._ends |= {*ends}
