@@ -81,7 +81,6 @@ class HostText:
         nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
-        self._last = (num_tokens - 1) // unit * unit
         remote = parts.door.remote if ask_remote and self._with_remote else None
         if remote is not None and self._sought is not None:
             remote.poll()
@@ -111,6 +110,7 @@ class HostText:
         """The first match, of a text of ``num_tokens`` tokens: what it tells of ends, and whether the text is a
         guest."""
         parts, unit = self._parts, self._parts.spec.hit_tokens
+        self._last = (num_tokens - 1) // unit * unit
         missed = (self._key(full), full) if full > hit else None
         parts.boundaries.learn((self._key(hit), hit) if hit else None, missed if parts.has_full else None)
         each = parts.sizes.of(num_tokens)
