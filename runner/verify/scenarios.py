@@ -197,7 +197,7 @@ SCENARIOS = (
         NOTHING_FOUND | {"prompts were cut otherwise than in the cold run": lambda e: not e.same_steps},
         chunk=_other_chunk,
     ),
-    Scenario("device hit", "each prompt again, all of it on the device", _twice, ALL_FROM_DEVICE),
+    Scenario("device hit", "each prompt again, all of it on the device", _twice, ALL_FROM_DEVICE, device=Plan.ample),
     Scenario(
         "host hit",
         "each prompt again after other content has filled the device, so that all of it comes from the host",
