@@ -25,6 +25,7 @@ from kvtier import (
     SlidingWindow,
     StepError,
 )
+from kvtier.cache.warmup import warm_up
 from kvtier.coordinator import running, scheduler
 from kvtier.machine.loops import aligned as _aligned
 from kvtier.pools.arena import Arena
@@ -189,6 +190,7 @@ def test_memory_beyond_the_machine_is_refused_by_the_name_of_the_setting():
 def test_books_that_do_not_fit_are_refused_by_the_name_of_the_setting(monkeypatch, options, nth, setting):
     """Tiny blocks on the meta device: nothing asks for the bytes, but the books of the blocks take as many. The third
     books are made when the copy engine's threads run already."""
+    warm_up()  # it builds caches of its own, once a process
     arenas, calls, threads = [], [], threading.active_count()
     allocate, zeros = Arena.allocate, _aligned.zeros
 
