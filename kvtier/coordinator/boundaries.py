@@ -11,8 +11,8 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
     STEM     where a caller says that prompts part, or where they have parted
     PASSED   anywhere else: windows came by, and let go of what a hit there needs
 
-A hit credits its end's class, and so does what the full-attention groups alone have found: such an end would have been
-a hit, had its windows been kept. Credits fade with each request.
+A hit credits its end's class. So does what the full-attention groups alone have found: with its windows it would have
+been a hit. Credits fade with each request.
 
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.

@@ -8,8 +8,9 @@ Does not   decide what is stored: ``StorePolicy`` does. It caches and evicts not
 A conversation's boundary is hit once, by its next turn. Then this turn's own boundary supersedes it. The boundary of a
 prompt that many share is hit over and over. Windows make the difference costly: for a short turn, most of the kept
 content is the windows' content at its end. So content is *superseded* if a request has moved on from it, no other
-request is known to want it, and ends of its kind do not pay. All content of a *guest* is. The pools and the host give
-superseded content up first. Columns, flags and signs of that name say which blocks it is.
+request is known to want it, and ends of its kind do not pay. All content of a *guest* is. So are an
+answer's full blocks, if nothing of answers is found again. The pools and the host give superseded content up first.
+Columns, flags and signs of that name say which blocks it is.
 """
 
 from __future__ import annotations

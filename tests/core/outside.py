@@ -85,6 +85,15 @@ class Outside:
             seq.ticket = seq.text.load(np.array(targets, np.int32))
         return seq
 
+    def extend(self, seq, answer):
+        """More tokens at its end, with blocks for them."""
+        seq.tokens = [*seq.tokens, *answer]
+        known, seq.keys = len(seq.keys), chain(seq.tokens)
+        seq.text.extend(seq.keys[known:])
+        for g, group in enumerate(self.groups):
+            lacking = len(seq.tokens) // group.block_tokens - len(seq.tables[g])
+            seq.tables[g] = np.append(seq.tables[g], [self.free[g].pop() for _ in range(lacking)]).astype(np.int32)
+
     def compute(self, seq, end):
         """Writes what the tokens up to ``end`` fill, as a forward does, and checks what a load has brought."""
         for g, group in enumerate(self.groups):
@@ -154,13 +163,16 @@ class Outside:
         missing = self.engines[0].missing_edges
         assert [edge for edge in missing if not any(late in edge for late in self.late)] == []
 
-    def serve(self, tokens):
-        """One sequence from its beginning to its end; returns the tokens found."""
+    def serve(self, tokens, answer=()):
+        """One sequence from its beginning to its end; returns the tokens found. Of an answer, all is computed."""
         seq = self.begin(tokens)
         while seq.ticket is not None:
             self.poll([seq])
         found = seq.done
         self.compute(seq, len(tokens))
+        if len(answer):
+            self.extend(seq, answer)
+            self.compute(seq, len(seq.tokens))
         self.leave(seq)
         for _ in range(20):
             self.poll([])
