@@ -114,31 +114,24 @@ class Service:
         if has_remote and not isinstance(source, HybridModel) and "model_id" not in cache_options:
             cache_options["model_id"] = model_identity.model_id(model, checkpoint.find_folder(source))
         self.spec = self.model.spec(block_tokens, kv_cache_dtype, scales)
-        kinds = self.model.try_attention(self.spec)
-        capturing = cuda_graphs and why_eager(self.model) is None
-        if capturing:
-            self.model.make_room(max_running)
-        steps = _Steps(max_batched_tokens, max_running, kinds, capturing)
+        steps = self._prepare_steps(max_batched_tokens, max_running, cuda_graphs)
         self.cache = self._new_cache(device_memory, host_memory, steps, cache_options)
         try:
             self.scheduler = Scheduler(self.cache, max_batched_tokens, max_running)
-            self.graphs = captured(self.model, self.cache, max_running) if capturing else None
+            self.graphs = captured(self.model, self.cache, max_running) if steps.captured else None
             self.kv_events = None if kv_events is None else KVEventPublisher(self.cache, kv_events)
         except BaseException:
             self.cache.close()
             raise
-        shares = Shares() if self.shares_steps else None
-        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events, shares)
-        self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
-        self.inputs = Inputs(self.model)
-        self.words = Words(self.tokenizer)
-        self.grammars = GrammarCompiler(
-            self.tokenizer, self.model.vocab_size, self.model.eos_token_ids, grammar_limit_s
-        )
-        if self.cache.has_remote:
-            self.cache.estimate_compute(self.engine.pace.seconds)
-        self.thread = EngineThread(self.engine, self.settles or self.cache.has_remote)
-        self._ids = itertools.count()
+        self._start_engine(grammar_limit_s)
+
+    def _prepare_steps(self, max_tokens: int, max_rows: int, cuda_graphs: bool) -> _Steps:
+        """The model's attention tried, and room made for captured decodes, before pools are sized."""
+        kinds = self.model.try_attention(self.spec)
+        capturing = cuda_graphs and why_eager(self.model) is None
+        if capturing:
+            self.model.make_room(max_rows)
+        return _Steps(max_tokens, max_rows, kinds, capturing)
 
     def _new_cache(
         self, device_memory: Memory | None, host_memory: Memory | None, steps: _Steps, cache_options: dict[str, Any]
@@ -166,6 +159,21 @@ class Service:
                 **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
                 **_defaults(model) | cache_options,
             )
+
+    def _start_engine(self, grammar_limit_s: float) -> None:
+        """The engine, what turns prompts into requests and tokens into text, and last the engine's thread."""
+        shares = Shares() if self.shares_steps else None
+        self.engine = Engine(self.model, self.cache, self.scheduler, self.graphs, self.kv_events, shares)
+        self.explanations = Explanations(self.cache.journal, self.engine.pace.seconds)
+        self.inputs = Inputs(self.model)
+        self.words = Words(self.tokenizer)
+        self.grammars = GrammarCompiler(
+            self.tokenizer, self.model.vocab_size, self.model.eos_token_ids, grammar_limit_s
+        )
+        if self.cache.has_remote:
+            self.cache.estimate_compute(self.engine.pace.seconds)
+        self.thread = EngineThread(self.engine, self.settles or self.cache.has_remote)
+        self._ids = itertools.count()
 
     @property
     def tokenizer(self) -> Any:

@@ -325,6 +325,7 @@ def _judge(graph: Graph, result: Result) -> None:
 DISTINCT, STEM, EQUAL = ((1, 2, 3), (4, 5, 6)), ((1, 2, 3), (1, 2, 7)), ((1, 2, 3), (1, 2, 3))
 ALONE = ((1, 2, 3, 4, 5), (7, 8, 9))
 WARM = ((1, 2, 3, 4, 5), (1, 2, 3, 7, 8))
+LOADED = {"warm": WARM[0], "prompts": WARM, "new": (1, 1)}
 NOTHING: frozenset[str] = frozenset()
 ANYTHING = frozenset({"abort", "cancel", "bad", "expire"})
 
@@ -335,12 +336,12 @@ def _only(*names: str) -> frozenset[str]:
 
 def configurations() -> list[Config]:
     """The full set, small ones first within each kind."""
-    c, deep = Config, {"new": (4, 3)}
-    warm = {"warm": WARM[0], "prompts": WARM, "new": (1, 1)}
-    alone = {"shelf": True, "prompts": EQUAL[:1], "new": (1,), "priorities": (0,)}
-    both = {"shelf": True, "stored": EQUAL[0], "prompts": STEM, "new": (1, 1)}
+    return [*_one_tier(), *_stores(), *_loads(), *_remote_tier(), *_anything()]
+
+
+def _one_tier() -> list[Config]:
+    c = Config
     return [
-        # one tier
         c("one tier, distinct", (4, 4, 4), new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, equal prompts", (4, 4, 4), prompts=EQUAL, new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, shared stem, a token a step", (4, 3, 2), prompts=STEM, batch=1, can=_only("abort", "cancel")),
@@ -348,7 +349,12 @@ def configurations() -> list[Config]:
         c("one tier, second first", (3, 3, 3), priorities=(1, 0), new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, outgrows the pool", (2, 2, 2), new=(4, 3), can=_only("abort", "cancel")),
         c("one tier, roomy", (6, 6, 6), prompts=STEM, new=(4, 3), can=_only("abort", "cancel")),
-        # stores
+    ]
+
+
+def _stores() -> list[Config]:
+    c = Config
+    return [
         c("eager", (4, 4, 4), (6, 6, 6), new=(3, 2), can=_only("bad")),
         c("eager, tiny host", (4, 4, 4), (2, 2, 2), new=(3, 3), can=NOTHING),
         c("eager, second first", (4, 4, 4), (4, 4, 4), priorities=(1, 0), new=(3, 3), can=NOTHING),
@@ -372,18 +378,30 @@ def configurations() -> list[Config]:
             cut=True,
             can=_only("expire"),
         ),
-        # loads
+    ]
+
+
+def _loads() -> list[Config]:
+    c, deep = Config, {"new": (4, 3)}
+    return [
         c("load and stores", (4, 4, 4), (4, 4, 4), warm=WARM[0], prompts=ALONE, new=(2, 2), can=NOTHING),
-        c("loads fail", (3, 3, 3), (3, 3, 3), can=_only("bad"), **warm),
-        c("loads fail, and their requests", (4, 4, 4), (4, 4, 4), on_load_error="fail", can=_only("bad"), **warm),
-        c("loads hang", (3, 3, 3), (3, 3, 3), can=_only("expire"), **warm),
-        c("loads, second first, abort", (3, 3, 3), (3, 3, 3), priorities=(1, 0), can=_only("abort"), **warm),
-        c("loads, one row, cancel", (4, 4, 4), (4, 4, 4), rows=1, can=_only("cancel"), **warm),
-        c("lazy, loads fail", (3, 3, 3), (3, 3, 3), store="lazy", can=_only("bad"), **warm),
-        c("lazy, loads hang", (3, 3, 2), (3, 3, 2), store="lazy", can=_only("expire"), **warm),
-        c("loads, abort, cancel", (3, 3, 2), (3, 3, 2), can=_only("abort", "cancel"), **warm),
+        c("loads fail", (3, 3, 3), (3, 3, 3), can=_only("bad"), **LOADED),
+        c("loads fail, and their requests", (4, 4, 4), (4, 4, 4), on_load_error="fail", can=_only("bad"), **LOADED),
+        c("loads hang", (3, 3, 3), (3, 3, 3), can=_only("expire"), **LOADED),
+        c("loads, second first, abort", (3, 3, 3), (3, 3, 3), priorities=(1, 0), can=_only("abort"), **LOADED),
+        c("loads, one row, cancel", (4, 4, 4), (4, 4, 4), rows=1, can=_only("cancel"), **LOADED),
+        c("lazy, loads fail", (3, 3, 3), (3, 3, 3), store="lazy", can=_only("bad"), **LOADED),
+        c("lazy, loads hang", (3, 3, 2), (3, 3, 2), store="lazy", can=_only("expire"), **LOADED),
+        c("loads, abort, cancel", (3, 3, 2), (3, 3, 2), can=_only("abort", "cancel"), **LOADED),
         c("preempted and loaded again", (4, 4, 4), (6, 6, 6), can=NOTHING, prompts=((1, 2, 3), (4, 5, 6, 7)), **deep),
-        # a remote tier
+    ]
+
+
+def _remote_tier() -> list[Config]:
+    c = Config
+    alone = {"shelf": True, "prompts": EQUAL[:1], "new": (1,), "priorities": (0,)}
+    both = {"shelf": True, "stored": EQUAL[0], "prompts": STEM, "new": (1, 1)}
+    return [
         c("store, spills fail", (3, 3, 3), (3, 3, 3), can=_only("bad"), **alone),
         c("store, spills hang", (3, 3, 3), (3, 3, 3), can=_only("expire"), **alone),
         c("store, fetches fail", (3, 3, 3), (3, 3, 3), stored=EQUAL[0], can=_only("bad"), **alone),
@@ -393,11 +411,17 @@ def configurations() -> list[Config]:
         c("store, two, tight", (2, 2, 2), (1, 1, 1), can=NOTHING, **both),
         c("store, two, abort", (3, 3, 3), (3, 3, 3), can=_only("abort"), **both),
         c("store, two, cancel", (3, 3, 3), (3, 3, 3), can=_only("cancel"), **both),
-        # all that can happen, in every order
+    ]
+
+
+def _anything() -> list[Config]:
+    """All that can happen, in every order."""
+    c = Config
+    return [
         c("eager, anything", (3, 3, 3), (3, 3, 3), new=(2, 1), can=ANYTHING),
         c("lazy, anything", (3, 3, 2), (3, 3, 2), store="lazy", new=(1, 1), can=ANYTHING),
-        c("loads, anything but cancel", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"cancel"}, **warm),
-        c("loads, anything but expire", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"expire"}, **warm),
+        c("loads, anything but cancel", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"cancel"}, **LOADED),
+        c("loads, anything but expire", (3, 3, 2), (3, 3, 2), can=ANYTHING - {"expire"}, **LOADED),
     ]
 
 

@@ -63,9 +63,31 @@ def served(make_serving: Any) -> tuple[Any, Metrics]:
     return serving, Metrics(SimpleNamespace(cache=serving.cache), "tiny")
 
 
+def workload(serving: Any, metrics: Metrics) -> Iterator[None]:
+    """Requests that hit neither tier, both, and the device alone; one is aborted, one step taken back."""
+    for k, n in enumerate([25, 25, 40, 9, 33, 25]):
+        serving.add(f"r{k}", prompt(n, n), 3, priority=-k)
+        metrics.on_arrival(n, max_tokens=3)
+        serving.step()
+        yield
+    serving.scheduler.abort("r2")
+    serving.run()
+    inside.pools(serving.cache).forget_all()
+    serving.add("host", prompt(33, 33), 4)
+    metrics.on_arrival(33)
+    serving.step()
+    serving.cancelled()
+    yield
+    serving.run()
+    serving.add("device", prompt(33, 33), 4)
+    metrics.on_arrival(33)
+    serving.run()
+    yield
+
+
 def test_a_workload_adds_up_and_no_counter_falls(served: tuple[Any, Metrics]) -> None:
     serving, metrics = served
-    counters, last, stored = rising(metrics), scrape(metrics), 0
+    counters, last = rising(metrics), scrape(metrics)
 
     def look() -> None:
         nonlocal last
@@ -74,27 +96,7 @@ def test_a_workload_adds_up_and_no_counter_falls(served: tuple[Any, Metrics]) ->
         assert [key for key, value in last.items() if key[0] in counters and now[key] < value] == []
         last = now
 
-    def work() -> Iterator[None]:
-        for k, n in enumerate([25, 25, 40, 9, 33, 25]):
-            serving.add(f"r{k}", prompt(n, n), 3, priority=-k)
-            metrics.on_arrival(n, max_tokens=3)
-            serving.step()
-            yield
-        serving.scheduler.abort("r2")
-        serving.run()
-        inside.pools(serving.cache).forget_all()
-        serving.add("host", prompt(33, 33), 4)
-        metrics.on_arrival(33)
-        serving.step()
-        serving.cancelled()
-        yield
-        serving.run()
-        serving.add("device", prompt(33, 33), 4)
-        metrics.on_arrival(33)
-        serving.run()
-        yield
-
-    for _ in work():
+    for _ in workload(serving, metrics):
         look()
     for done in serving.finished.values():
         n = len(serving.requests[done.request_id].prompt_token_ids)
