@@ -10,8 +10,8 @@ Promises   distances are counted whether or not the content was still there, so 
            them. Bounded memory; a request costs the same however much is remembered.
 Does not   know blocks: a *guest* is a request whose content its callers give up first.
 
-The distances are Mattson's (1970) stack distances. That a part of the accesses, given all of the cache, does better
-where the curve of hits is not concave is Talus (Beckmann and Sanchez, HPCA 2015).
+The distances are Mattson's (1970) stack distances. Talus (Beckmann and Sanchez, HPCA 2015) gives a part of the accesses
+all of the cache: that does better where the curve of hits is not concave.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ from kvtier.remote.objects import Name, Objects
 from kvtier.remote.tier import RemoteTier
 
 LEAST_S = 0.02
-"""That a request waits for each of its answers, however short its prefill: engines take answers between their steps."""
+"""A request waits so long for each answer, however short its prefill: engines take answers between their steps."""
 UNKNOWN_S = 1.0
-"""That it waits for all of them before anybody has told how long a prefill takes. There are two for a turn of a
+"""It waits so long for all answers before anybody has told how long a prefill takes. There are two for a turn of a
 conversation, four for a long text."""
 MOST_SAMPLES = 64
 """Tiles in a question."""

@@ -1,4 +1,4 @@
-"""Which texts were here: marks at their ends, to tell a prompt that finds less of what was there and what never was.
+"""Which texts were here: marks at their ends. They tell what has gone from what was never there.
 
 Owns       the marks, by the names of boundaries.
 Promises   bounded memory. To mark a text, and to look for marks, costs the logarithm of its length. A prompt that goes
@@ -104,7 +104,7 @@ class Trail:
         return name
 
     def _remember(self, name: bytes, mark: Mark) -> None:
-        """What has ended at a boundary is still known when a text passes it, or does not keep its own end there."""
+        """A text's end stays known when another one passes there, or ends there and does not keep its end."""
         before = self._marks.pop(name, None)
         if before is not None and (not mark.end or before.is_kept > mark.is_kept):
             mark = Mark(mark.number, before.end, before.is_kept)

@@ -1,10 +1,10 @@
 """Copies between the tiers: the only owner of transfers.
 
 Owns       what a transfer does from plan to end: its pins, its fences, its copy; and the copy engine.
-Promises   one transfer per key; a store never holds memory hostage (it fences its device source, it does not pin it);
-           a key is findable in a tier only once its bytes are there and, where asked for, verified; a transfer past
-           its deadline stops being waited for, and nothing is stored while the link seems to hang. Keeps I13, I17, I18,
-           I19, I20, I21.
+Promises   one transfer per key. A store never holds memory hostage: it fences its device source, it does not pin it.
+           A key is findable in a tier only once its bytes are there and, where asked for, verified. Nobody waits for a
+           transfer past its deadline. Nothing is stored while the link seems to hang. Keeps I13, I17, I18, I19, I20,
+           I21.
 Does not   decide what to store (``StorePolicy``), or know requests: the owner of a load asks ``is_live`` by its ticket.
 
 Stores are PLANNED, and submitted while the bytes in flight stay under a bound. A planned store's device block may be

@@ -1,9 +1,9 @@
 """``Wiper``: a load that has failed leaves nothing on the device.
 
 Owns       failed loads whose device blocks the device could not wipe so far.
-Promises   a failed load ends only once its bad device blocks are zeros to all who use them from then on: whoever gets
-           them next, with an attention that multiplies what it masks, reads no NaN there. What cannot be wiped now is
-           tried again with each poll. Until then its load has not ended, and its blocks are nobody's. Keeps I20.
+Promises   a failed load ends only once its bad device blocks are zeros to all who use them from then on. An attention
+           that multiplies what it masks then reads no NaN there. What cannot be wiped now is tried again with each
+           poll. Until then its load has not ended, and its blocks are nobody's. Keeps I20.
 Does not   know pools or requests, or decide which copies have failed: the engine does.
 """
 

@@ -83,8 +83,8 @@ class Admitted(NamedTuple):
     missing_from: int
     """The first token of the block that this group lacked; -1 if none was lacking."""
     sources: tuple[tuple[int, str], ...]
-    """The hit's tokens by tier, as (end, tier) of each run: "device", or "host" if any group had to load a block, or
-    "store" if it was fetched for this request."""
+    """The hit's tokens by tier: (end, tier) of each run. The tier is "remote" if a block was fetched for this request,
+    "host" if any group had to load one, else "device"."""
     device: Blocks
     """Blocks that the device had."""
     host: Blocks

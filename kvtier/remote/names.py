@@ -1,9 +1,9 @@
 """Names of objects: ``kvt1/<namespace>/<kind>/<2 digits>/<key>``, and what a namespace stands for.
 
-Promises   two caches share a namespace only if a block of one means the same in the other, byte by byte: the same
-           model id, geometry (dtypes, scales and block sizes among it), layers, layout of bytes, byte order and secret.
-           The key's first two digits are a folder: 100,000 files in one are listed, asked for and deleted several times
-           more slowly than in 256.
+Promises   two caches share a namespace only if a block of one means the same in the other, byte by byte. They have the
+           same model id, geometry with its dtypes, scales and block sizes, layers, layout of bytes, byte order and
+           secret. The key's first two digits are a folder: 100,000 files in one are listed, asked for and deleted
+           several times more slowly than in 256.
 Does not   see more of the weights than ``model_id`` says. ``runner.model.identity`` makes one of a checkpoint.
 """
 

@@ -8,8 +8,8 @@ Does not   know what is stored.
 Blocks of at least ``least_bytes`` are objects by themselves ("b0" is one of group 0). Smaller ones are packed:
 
     "t"   a tile: the small blocks of all full-attention groups for ``tile_tokens`` tokens, named by the key at its end
-    "e"   an end: the small blocks that a hit at boundary n needs beyond its tiles: what follows the last tile, and the
-          windows and chunks. Named by the key at n
+    "e"   an end: the small blocks that a hit at boundary n needs beyond its tiles. These follow the last tile, or are
+          of windows and chunks. Named by the key at n
 """
 
 from __future__ import annotations

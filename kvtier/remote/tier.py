@@ -64,8 +64,8 @@ class RemoteTier:
         self.patience = patience
         """The share of its estimated prefill that a request waits for answers."""
         self.answer_s = 0.0
-        """How long the remote takes to answer, as its last answers tell; twice what somebody has waited in vain since,
-        if that is more."""
+        """How long the remote takes to answer, by its last answers. If somebody has waited in vain since: twice that
+        time, if it is more."""
         self.counts = RemoteCounts()
         self.breaker = Breaker()
         self.epoch = 0
@@ -345,8 +345,10 @@ class RemoteTier:
         self._spills.clear()
 
     def disown(self, keys: KeyArray) -> None:
-        """What this text's keys, uint64 [units, 2], name is wrong: its objects are deleted, and what comes of them is
-        not published."""
+        """A text's content is wrong: its objects are deleted, and what comes of them is not published.
+
+        ``keys``: the text's, uint64 [units, 2].
+        """
         if not len(keys):
             return
         self._spills.drop(keys)

@@ -48,10 +48,11 @@ class LLM(Service):
     ``kv_events_config``  tells routers what is cached (docs/ROUTING.md): a ``KVEventsConfig``, a mapping of its fields,
                           or JSON text.
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
-                          key_secret, copy_engine, and journal_events (32,768), the number of events that ``explain``
-                          is told from; 0 turns it off. remote_uri ("file:///var/kv", "s3://bucket/prefix",
-                          "mooncake://host:port"): a store that outlives the process and that engines share. It needs
-                          a host tier and key_secret; model_id is made of the weights unless given.
+                          key_secret, copy_engine, journal_events, remote_uri. journal_events (32,768) is the number of
+                          events that ``explain`` is told from; 0 turns it off. remote_uri ("file:///var/kv",
+                          "s3://bucket/prefix", "mooncake://host:port") is a store that outlives the process and that
+                          engines share. It needs a host tier and key_secret; model_id is made of the weights unless
+                          given.
 
     Options of vLLM are taken with the value that is true here (``tensor_parallel_size=1``,
     ``enable_prefix_caching=True``, ``trust_remote_code=False``). With other values the error names a substitute
@@ -72,8 +73,8 @@ class LLM(Service):
 
         ``use_tqdm``: False shows no bar; a function that makes a bar as ``tqdm`` does is taken too.
 
-        A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}, the latter two with an
-        optional "cache_salt", "priority" and "boundaries", as ``Request`` has them. Raises ``InvalidRequest`` and
+        A prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. The latter two may have
+        "cache_salt", "priority" and "boundaries", as ``Request`` has them. Raises ``InvalidRequest`` and
         ``RequestTooLarge`` before any prompt runs, and the errors of a forward. A fault of one prompt alone (logits
         that are not finite, a grammar that fails) is the ``error`` of its output.
         """

@@ -145,7 +145,7 @@ class _Reading:
         self._record = record
         self._answer = answer
         self._silent: list[float] = []
-        """When choices without text or ids came before any other; a server without a tokenizer sends no others."""
+        """Times of choices without text or ids, before any other. A server without a tokenizer sends only such ones."""
         self._is_done = False
 
     def take(self, data: bytes, now: float) -> None:

@@ -38,8 +38,8 @@ class Stems:
         self._tokens = 0
 
     def ends(self, ids: Sequence[int], messages: Sequence[Any], options: Mapping[str, Any]) -> tuple[int, ...]:
-        """Where the stem of ``ids`` ends, which the template has made of ``messages`` with ``options``; () if it is
-        short, or there is neither a system prompt nor a tool."""
+        """Where the stem of ``ids`` ends. The template has made them of ``messages`` with ``options``. () if the stem
+        is short, or there is neither a system prompt nor a tool."""
         system = [*takewhile(_is_system, messages)]
         if len(ids) < LEAST or not (system or options.get("tools")):
             return ()

@@ -3,7 +3,7 @@
 Owns       the numbers that only the frontend sees: arrivals, refusals, endings, latencies.
 Promises   every call may come from any thread, and costs a few microseconds. Nothing is done per token, and nothing on
            the engine's thread. Counters never fall. Once the engine has died, kvtier:engine_up is 0 and the cache has
-           no other gauge: what it said last is true no more, and a 0 would draw a router's requests.
+           no other gauge. What it said last is true no more, and a 0 would draw a router's requests.
 Does not   count the cache's numbers (``kvtier.machine.stats``): a scrape reads them there.
 """
 

@@ -1,9 +1,9 @@
 """A model's identity for caches that share a store: a name with a digest of the weights and of how they are computed.
 
-Promises   equal identities have equal weights and an equal config, byte by byte, but for a chance of 2^-64; also the
-           same dtype, attention backend and kind of device, whose K and V else differ in rounding. Every byte of the
-           weights is read: two fine-tunes may differ in a few numbers of one tensor. From memory that takes about a
-           second for 10 GB a core; files that are not in the page cache are read from the disk.
+Promises   equal identities have equal weights and an equal config, byte by byte, but for a chance of 2^-64. They also
+           have the same dtype, attention backend and kind of device: with others K and V differ in rounding. Every byte
+           of the weights is read: two fine-tunes may differ in a few numbers of one tensor. From memory that takes
+           about a second for 10 GB a core; files that are not in the page cache are read from the disk.
 Does not   tell apart versions of torch, transformers or a kernel library, nor GPUs of two kinds. Give ``model_id``
            where that matters. It is no defence against weights that were made to have the digest of others.
 """

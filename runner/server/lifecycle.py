@@ -164,8 +164,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit(connections: int) -> None:
-    """Lets this process have as many files open as ``connections`` take, as far as it may: twice as many, since as many
-    again may be accepted before the first of them can be closed."""
+    """Lets this process have as many files open as ``connections`` take, as far as it may.
+
+    They take twice their number: as many again may be accepted before the first of them can be closed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

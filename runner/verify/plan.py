@@ -149,7 +149,7 @@ class Plan:
         return max(len(self._left_behind(group, i)) for i in range(len(self.prompts)))
 
     def _survivors(self, group: GroupSpec) -> int:
-        """How many blocks must survive so that of each prompt's hit as near to half as can be does."""
+        """How many blocks must survive, so that of each prompt's hit about half does, as nearly as can be."""
 
         smaller = np.full((len(self.prompts), self._most_left(group) + 1), 0)
         for i, halves in enumerate(smaller):

@@ -75,8 +75,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Any will do. vLLM asks once the weights are there, before it measures memory and compiles: of all that it
-        asks with its config this comes first, so whatever the config tells that cannot work is refused here."""
+        """Any will do. vLLM asks once the weights are there, before it measures memory and compiles. No other question
+        with its config comes earlier, so a config that cannot work is refused here."""
         import vllm
 
         check(vllm_config, vllm.__version__)

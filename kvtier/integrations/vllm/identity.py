@@ -1,9 +1,9 @@
 """What the K and V of a vLLM engine depend on, as text: the names of a remote's objects begin with it.
 
 Owns       the list of what is part of it.
-Promises   two engines share a remote only if a block of one means the same in the other: the same weights, config,
-           dtypes, kernels, layout, share of each rank, vLLM, and making of block hashes. What cannot be known is
-           refused by ``ConfigError``, which says what to set.
+Promises   two engines share a remote only if a block of one means the same in the other. They have the same weights,
+           config, dtypes, kernels, layout, share of each rank, vLLM, and making of block hashes. What cannot be known
+           is refused by ``ConfigError``, which says what to set.
 Does not   know adapters: a request with a LoRA adapter, whose weights may change under its path, does without a remote.
 """
 

@@ -33,8 +33,8 @@ class Sender:
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._kept_bytes = 0
         self.next_batch = int(1000 * time.time())
-        """The next batch's number. Milliseconds of the clock, so that an engine that comes back has higher ones than
-        before, and its listeners see a gap; fewer than a thousand batches a second are sent."""
+        """The next batch's number. It begins as the clock's milliseconds, and fewer than a thousand batches a second
+        are sent. So an engine that comes back has higher numbers than before, and its listeners see a gap."""
         self._context = zmq.Context()
         try:
             self._pub = self._bind(zmq.XPUB, config.endpoint, config.hwm)

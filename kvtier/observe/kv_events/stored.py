@@ -1,9 +1,9 @@
 """Which hits the remote tier allows, by what is known to lie there.
 
 Owns       nothing: what is known of the remote stands in the runs.
-Promises   the same answer as ``seek`` gives once the remote has said what it has: at which boundaries a hit can end
-           whose blocks come from all three tiers. The full-attention blocks up to the last tile are here or in tiles;
-           what the boundary needs beyond them lies under the boundary's own name, or in blocks by themselves.
+Promises   the boundaries at which a hit can end whose blocks come from all three tiers. ``seek`` finds the same ones
+           once the remote has said what it has. The full-attention blocks up to the last tile are here or in tiles.
+           What the boundary needs beyond them lies under the boundary's own name, or in blocks by themselves.
 Does not   know whether the fetch would be worth its time, or whether the remote still has what it was seen to have.
 """
 
@@ -50,7 +50,7 @@ class Needs:
 
 
 def runs_of(there: Mask, before: int) -> npt.NDArray[np.int64]:
-    """How many blocks one after the other are there and end with each; ``before`` the first one were."""
+    """How many blocks in a row are there up to each one, itself included; ``before`` more are ahead of the first."""
     places = np.arange(len(there))
     last = np.maximum.accumulate(np.where(there, -1, places))
     return np.where(last < 0, places + 1 + before, places - last)

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 DAMAGED = "damaged"
-"""What the reason of a FAILED object begins with if the object itself is not what it should be: it may be deleted."""
+"""The reason of a FAILED object begins so if the object itself is not what it should be: it may be deleted."""
 
 Buffers = Sequence[memoryview]
 """The bytes of one object, piece by piece: contiguous views of bytes."""

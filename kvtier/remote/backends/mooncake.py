@@ -67,8 +67,8 @@ class MooncakeBackend(BackendThreads):
         self._copies.replica_num = chosen.replica_num
         self._arena = range(0)
         self._moves = False
-        """Whether the last batch was moved. If not, a call begins with one object alone: the library waits for a minute
-        for each object that lies in a storage process which hangs, and which this one never spoke with."""
+        """Whether the last batch was moved. If not, a call begins with one object alone. For each object in a storage
+        process that hangs, and that this one never spoke with, the library waits for a minute."""
         self._half_way: set[str] = set()
         """Names whose last put failed."""
         self._stages = [Stage(self._client) for _ in range(chosen.threads)]

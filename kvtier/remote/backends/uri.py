@@ -48,7 +48,7 @@ class SpillWhen(Enum):
     LANDING = "landing"
     """Spilled as soon as it is offered. Spilling begins once its copies are in the host."""
     EVICTION = "eviction"
-    """When it is among the colder half of the host's content, and the host is nearly full."""
+    """Spilled once it is among the colder half of the host's content, and the host is nearly full."""
 
 
 @dataclass(frozen=True)

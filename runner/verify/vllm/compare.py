@@ -3,7 +3,7 @@
 Owns       the meaning of equal inside vLLM, and the limits.
 Promises   each token is compared as long as both runs have the same text before it. Every logprob of the reference's
            likeliest tokens must be within the limit. In float32 the tokens must be the same. In half precision two
-           tokens may change places if they are so near each other that the limit allows it; what comes after them
+           tokens may change places if they are so near each other that the limit allows it. What comes after them
            cannot be compared, since the texts differ.
 Does not   demand bits: a hit ends in mid-chunk, and other chunks and batches round otherwise.
 """
@@ -19,7 +19,7 @@ from runner.verify.vllm.served import Answer
 LIMITS = {"float32": 1e-4, "float16": 6.25e-2, "bfloat16": 5e-1}
 """Allowed difference of a logprob, by the model's dtype.
 
-In half precision it is four roundings of a logit between 16 and 32, where one is 1/64 in float16 and 1/8 in bfloat16:
+In half precision it is four roundings of a logit between 16 and 32. A rounding is 1/64 in float16, 1/8 in bfloat16.
 vLLM computes logits in the model's dtype, and a logprob is the difference of a logit and of the sum over all of them.
 """
 

@@ -1,7 +1,7 @@
 """Scenarios for an engine with a connector, as data: what is served, and what must have happened.
 
-Every claim is read from vLLM's own counts, so it holds for any connector, and none passes without having happened:
-vLLM has said where the tokens came from, and that it has computed only the rest.
+Every claim is read from vLLM's own counts, so it holds for any connector. None passes without having happened: vLLM has
+said where the tokens came from, and that it has computed only the rest.
 """
 
 from __future__ import annotations
