@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtier.coordinator.inbox import Inbox
     from kvtier.coordinator.match import Matcher
     from kvtier.coordinator.request import FinishReason
-    from kvtier.coordinator.returns import Returns
+    from kvtier.coordinator.returns import Before, Returns
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
@@ -151,8 +151,10 @@ def _learn_nothing(hit: object, missed: object) -> None:
     pass
 
 
-def _never_seen(*_: object) -> tuple[bool, int]:
-    return False, -1
+def _never_seen(*_: object) -> tuple[bool, Before]:
+    from kvtier.coordinator.returns import Before
+
+    return False, Before()
 
 
 def learn_nothing(of: Whole) -> None:
@@ -366,6 +368,11 @@ def tier_pools(tier: HostTier) -> BlockPools:
 def tier_boundaries(tier: HostTier) -> Boundaries:
     """What remembers where prompts were found again."""
     return tier._parts.boundaries
+
+
+def tier_returns(tier: HostTier) -> Returns:
+    """What remembers after how much else prompts come back."""
+    return tier._parts.returns
 
 
 def tier_arena(tier: HostTier) -> Arena:

@@ -107,7 +107,7 @@ class Boundaries:
         """A request begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``, which is
         longer."""
         credits = self._credits = [FADES * credit for credit in self._credits]
-        hit_end, missed_end = self._class_of(hit), self._class_of(missed)
+        hit_end, missed_end = hit and self._class_of(hit), missed and self._class_of(missed)
         for counts, found, end in (self._hits, hit, hit_end), (self._missed, missed, missed_end):
             if found is not None:
                 counts[End.PASSED if end is None else end] += 1
@@ -121,10 +121,8 @@ class Boundaries:
         if longest is not None:
             credits[End.PASSED] += 1 - reached / longest[1]
 
-    def _class_of(self, found: Found | None) -> End | None:
+    def _class_of(self, found: Found) -> End | None:
         """None: no end that is remembered."""
-        if found is None:
-            return None
         if found[0] in self._ends:
             return self._ends[found[0]]
         if found[0] in self._short:

@@ -51,9 +51,9 @@ class Retention:
         self._local = [group for group in spec.groups if group.attention.kind is not Kind.FULL]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self._host = host
-        self.returns = Returns(spec.hit_tokens // spec.hash_tokens)
-        """How far apart they came back."""
         self._sizes = TextBytes(spec.groups)
+        self.returns = Returns(self._sizes, spec.hit_tokens, spec.hash_tokens)
+        """What came back, and after how much else."""
 
     # --- a request's way --------------------------------------------------------------------------
 
@@ -69,7 +69,8 @@ class Retention:
         hit, full = (self._key(seq, n), n) if n else None, match.full_tokens if self._has_full else n
         if not seq.preemptions:  # else it finds what it has left itself
             known.learn(hit, (self._key(seq, full), full) if full > n else None)
-        last = min(self.last_boundaries(len(seq.tokens)))
+        length = len(seq.tokens)
+        last = min(self.last_boundaries(length))
         goes_on = hit is not None and known.want(hit[0]) and n < last and known.leave(hit[0])
         seq.named_from = seq.slack_from = NEVER
         if self._local:
@@ -81,21 +82,29 @@ class Retention:
         if seq.request.boundaries:
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
-        if is_all and not seq.preemptions:
-            self._note_return(seq, n)
-        cold = (n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, NEVER)
+        stem = 0 if seq.preemptions else self._note_return(seq, length, n, full, is_all)
+        gone = NEVER if not stem or self.returns.tails_pay else max(n, stem)
+        cold = (n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, gone)
         self._tables.arrays.superseded[seq.row] = cold
 
-    def _note_return(self, seq: Tracked, hit: int) -> None:
-        """Learns how long it was away, and so whether it is a guest."""
-        each, unit = self._sizes.of(len(seq.tokens)), self._spec.hit_tokens
+    def _note_return(self, seq: Tracked, length: int, hit: int, full: int, is_all: bool) -> int:
+        """Learns what it has in common with earlier texts, and after how much else it comes. Returns its stem's
+        tokens.
+
+        If the stem is no longer there, it is kept now as it is where prompts are seen to part.
+        """
+        each, unit = self._sizes.of(length), self._spec.hit_tokens
         room = 0.0
         if self._host is not None:
             room += self._sizes.room(self._host, each)
         if not self._mode.keeps_copies:  # else what is on the device is in the host too
             room += self._sizes.room(self._pools, each, self._pools.column(Col.HELD))
-        seq.is_guest, text = self.returns.begin(seq.keys, hit // unit, room, float(each.sum()))
-        seq.came_from, seq.shared_tokens = text, hit if text < 0 else self.returns.shared(text) * unit
+        is_guest, seq.before = self.returns.begin(seq.keys, hit // unit, room, float(each.sum()))
+        seq.is_guest = is_guest and is_all
+        stem = seq.before.stem * unit
+        if self._local and stem > full:
+            seq.branches.add(stem)
+        return stem
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
@@ -196,7 +205,8 @@ class Retention:
         if comes_back:
             seq.is_guest, self._tables.arrays.superseded[seq.row, 2] = False, NEVER
         else:
-            self._note_text(seq, end)
+            unit = self._spec.hit_tokens
+            self.returns.end(seq.keys, min(len(seq.request.tokens), end) // unit, end // unit, seq.before)
             if is_answer and not stays and not pays(End.PASSED):
                 cold = self._tables.arrays.superseded[:, 2]
                 cold[seq.row] = min(cold[seq.row], max(self.last_boundaries(len(seq.request.tokens))))
@@ -206,14 +216,6 @@ class Retention:
             stop[seq.row] = min(stop[seq.row], *(g.attention.first_visible(last) for g in self._local))
         if is_answer and not comes_back:
             self._note_ends(seq, end, End.ANSWER)
-
-    def _note_text(self, seq: Tracked, end: int) -> None:
-        """The request's text ends here."""
-        unit = self._spec.hit_tokens
-        prompt = min(len(seq.request.tokens), end) // unit
-        units = {*range(max(1, prompt - SLACK // unit), prompt + 1), end // unit, max(0, end - 1) // unit} - {0}
-        size = self._sizes.alone(end, seq.shared_tokens)
-        self.returns.end(seq.keys, units, size, seq.came_from, seq.shared_tokens // unit)
 
     def _note_ends(self, seq: Tracked, num_tokens: int, end: End) -> list[int]:
         """The last boundaries of these tokens, which are ends from now on."""

@@ -1,35 +1,43 @@
-"""Whether conversations come back before they are pushed out. If most are pushed out just before, some are kept whole.
+"""What comes back, and after how much else: conversations that go on, and beginnings that many prompts share.
 
 Content that went unused for longest goes first. A round of conversations that is a little too long for the cache then
 finds nothing: each is pushed out just before its turn. To keep some of them whole, and to let the others go at once,
 finds nearly as much as fits. How much would be found either way follows from the distances at which conversations come
 back: the bytes of other texts that were used since.
 
-Owns       the ends of the newest texts, their sizes in the order of use, and a fading histogram of distances.
-Promises   distances are counted whether or not the content was still there, so that what is decided does not change
-           them. Bounded memory; a request costs the same however much is remembered.
-Does not   know blocks: a *guest* is a request whose content its callers give up first.
+What comes behind a beginning that texts share, a *stem*, is a text's *tail*. If no tail is asked for again, while texts
+of twice the cache's size are used, tails are given up first.
 
-The distances are Mattson's (1970) stack distances. Talus (Beckmann and Sanchez, HPCA 2015) gives a part of the accesses
-all of the cache: that does better where the curve of hits is not concave.
+Owns       the newest texts: where they begin like others, their sizes in the order of use, and a fading histogram of
+           distances.
+Promises   what is known does not depend on what the cache still has, so that what is decided does not change it.
+           Bounded memory; a request costs the same however much is remembered.
+Does not   know blocks: the content of a *guest*, and a tail, is what its callers give up first.
+
+The distances are Mattson's (1970) stack distances. That a part of the accesses, given all of the cache, does better
+where the curve of hits is not concave is Talus (Beckmann and Sanchez, HPCA 2015).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.boundaries import SLACK
 from kvtier.geometry.keys import KeyArray
-from kvtier.pools.block_pool import BlockPools
+from kvtier.geometry.spec import Kind
+from kvtier.pools.block_pool import BlockPools, Col
 from kvtier.remote.objects import KeptGroup
 
 TEXTS = 4096
-"""Texts whose sizes are remembered."""
-NAMES = 1 << 16
-"""Places for the names of their ends; a newer name may take an older one's place."""
+"""Texts that are remembered."""
+NAMES = 1 << 20
+"""Places for the names of their prefixes, 8 bytes each; a newer name may take an older one's place."""
+NUMBER = np.uint64((1 << 24) - 1)
+"""The part of a place that is its text's number; the rest is the name's."""
 BINS_PER_OCTAVE = 4
 FADES = 0.99
 """The weight of the past after each request: some hundred count."""
@@ -39,6 +47,10 @@ use."""
 GAIN = 2.0
 """So many times as much must keeping some find, by the estimate, as keeping what was used last. The estimate knows
 nothing of what is lost while others take the place of what was kept."""
+UNUSED = 2.0
+"""So many times the cache's size of other texts have been used since: nobody comes back to a tail any more."""
+PAYS = 0.05
+"""Tails stay if one in twenty is asked for again, as ends do."""
 LOTTERY = 16
 """While only some are kept, one in so many of the others takes the place of one of them: what is kept stays current."""
 
@@ -54,71 +66,136 @@ class TextBytes:
     def __init__(self, groups: Sequence[KeptGroup]) -> None:
         self._of_block = np.array([group.block_bytes for group in groups], np.float64)
         self._of_token = self._of_block / [group.block_tokens for group in groups]
-        self._spans = np.array([group.attention.span_tokens or NEVER for group in groups])
+        kinds = [(group.attention.kind, group.attention.span_tokens or NEVER) for group in groups]
+        self._is_full = np.array([kind is Kind.FULL for kind, _ in kinds])
+        self._chunk = np.array([span if kind is Kind.CHUNK else NEVER for kind, span in kinds])
+        self._window = np.array([max(1, span - 1) if kind is Kind.WINDOW else NEVER for kind, span in kinds])
 
     def of(self, num_tokens: int) -> Bytes:
         """Of a text, with the windows and chunks at its end."""
-        of: Bytes = self._of_token * np.minimum(num_tokens, self._spans)
+        of: Bytes = self._of_token * np.minimum(np.maximum(1, num_tokens % self._chunk), self._window)
         return of
 
     def alone(self, num_tokens: int, shared: int) -> float:
         """Of a text that shares its first tokens with other conversations."""
-        return float((self.of(num_tokens) - self._of_token * np.where(self._spans == NEVER, shared, 0)).sum())
+        return float((self.of(num_tokens) - self._of_token * self._is_full * shared).sum())
 
     def room(self, pools: BlockPools, each: Bytes, held: Any = 0) -> float:
         """For texts of which ``each`` group has such a part, beside the blocks that are ``held``, by group."""
+        if pools.shared:
+            slab = (pools.column(Col.PER_SLAB) * self._of_block).max()
+            return float(len(pools.arrays.slabs) * slab - np.sum(held * self._of_block))
         room = (pools.usable - held) * self._of_block
-        return float(room.max() if pools.shared else (room / each).min() * each.sum())
+        return float((room / each).min() * each.sum())
+
+
+class Before(NamedTuple):
+    """What a request has in common with an earlier text, whether or not its content is still there."""
+
+    text: int = -1
+    """The number of the newest text that begins so; -1 if there is none."""
+    units: int = 0
+    """So many units of it."""
+    goes_on: bool = False
+    """There the text, or its prompt, ends. Else the two part there."""
+
+    @property
+    def stem(self) -> int:
+        """The units up to where the two part; 0 if the request goes on from the text."""
+        return 0 if self.goes_on else self.units
 
 
 class Returns:
-    """Of one cache. A hit is a multiple of ``unit`` keys of a text's chain."""
+    """Of one cache. Its hits are whole *units* of ``hit_tokens``; a unit has a key for each ``hash_tokens``."""
 
-    def __init__(self, links: int) -> None:
-        self._links = links  # keys to a unit of hits
-        self._names = np.zeros(NAMES, np.uint64)
-        self._text_of = np.zeros(NAMES, np.int64)
+    def __init__(self, sizes: TextBytes, hit_tokens: int, hash_tokens: int) -> None:
+        self._sizes_of = sizes
+        self._unit = hit_tokens
+        self._links = hit_tokens // hash_tokens
+        self._slack = SLACK // hit_tokens
+        self._places = np.zeros(NAMES, np.uint64)  # names, and the newest texts that have them
         self._sizes: Bytes = np.zeros(TEXTS)
-        self._shared = np.zeros(TEXTS, np.int64)  # units at their beginning that other conversations have too
+        # Units of each text: up to its prompt's end, and its own; what it had in common with an earlier text; its stem;
+        # and its first ones that count for a newer text.
+        self._prompt, self._end, self._common, self._stem, self._lent = np.zeros((5, TEXTS), np.int64)
+        self._is_used = np.zeros(TEXTS, bool)  # whether more than its stem was asked for again
         self._count = 0  # texts so far
+        self._oldest = 0  # of those whose tails may still be asked for
+        self._tails_used, self._tails_unused = 0.0, 0.0  # fading
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # tokens of prompts that came back, by distance
 
-    def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, int]:
-        """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts; ``size``:
-        its own. Returns whether it is a guest, and the number of the text that it goes on from, -1 if of none."""
+    def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, Before]:
+        """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts;
+        ``size``: its own. Returns whether it is a guest, and what it has in common with earlier texts."""
         highs = keys[self._links - 1 :: self._links, 1]
-        places = (highs % np.uint64(NAMES)).astype(np.int64)
-        known = np.flatnonzero((self._names[places] == highs) & (self._text_of[places] >= self._count - TEXTS))
+        before = self._known(highs)
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
-        if len(known):
-            units, text = int(known[-1]) + 1, int(self._text_of[places[known[-1]]])
-            is_there = hit_units - self.shared(text) >= (units - self.shared(text)) / 2  # else little is lost with it
-            self._recent += 1
-            self._found[_bin_of(self._used_since(text) + size)] += units
-        else:
-            text, is_there = -1, 2 * hit_units >= len(highs) > 0
+        self._note_tails(before, capacity)
+        if before.text < 0:
+            is_there = 2 * hit_units >= len(highs) > 0
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
-        return not is_there and self._keeps_some(capacity) and not _wins(highs), text
+        else:
+            t, units = before.text % TEXTS, before.units
+            alone = units - int(self._stem[t]) if before.goes_on else units  # little is lost with the rest
+            is_there = 2 * (hit_units - units + alone) >= alone
+            self._recent += 1
+            self._found[_bin_of(self._used_since(before.text) + size)] += units
+        return not is_there and self._keeps_some(capacity) and not _wins(highs), before
 
-    def shared(self, text: int) -> int:
-        """Units at a text's beginning that other conversations have too."""
-        return int(self._shared[text % TEXTS])
+    def _known(self, highs: npt.NDArray[np.uint64]) -> Before:
+        found = self._places[(highs % np.uint64(NAMES)).astype(np.int64)]
+        known = np.flatnonzero(found & ~NUMBER == highs & ~NUMBER)
+        if not len(known):
+            return Before()
+        units = int(known[-1]) + 1
+        text = self._count - (self._count - int(found[units - 1] & NUMBER)) % (int(NUMBER) + 1)
+        if text < self._count - TEXTS or text == self._count:
+            return Before()
+        prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
+        goes_on = prompt - self._slack <= units <= prompt or units >= end - 1
+        return Before(text, units, goes_on and units > int(self._common[text % TEXTS]))
 
-    def end(self, keys: KeyArray, ends: Iterable[int], size: float, before: int, shared: int = 0) -> None:
-        """A text has ended. Later ones may go on from these ends, in units. ``size``: its bytes that no other
-        conversation has; ``shared``: units that others have. ``before``: the text that it has gone on from, which it
-        replaces."""
-        if before >= max(0, self._count - TEXTS):
-            self._sizes[before % TEXTS] = 0
-        self._sizes[self._count % TEXTS] = size
-        self._shared[self._count % TEXTS] = shared
-        for units in ends:
-            high = keys[units * self._links - 1, 1]
-            self._names[int(high) % NAMES] = high
-            self._text_of[int(high) % NAMES] = self._count
+    def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
+        """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""
+        if not end:
+            return
+        t, p, alone, unit = self._count % TEXTS, before.text % TEXTS, self._sizes_of.alone, self._unit
+        stem, lent = 0 if before.goes_on else before.units, 0
+        if before.text >= max(0, self._count - TEXTS):
+            lent = int(self._lent[p])
+            if before.goes_on:
+                stem, self._sizes[p] = int(self._stem[p]), 0
+            elif stem > lent:
+                moved = alone(end * unit, lent * unit) - alone(end * unit, stem * unit)
+                self._sizes[p], self._lent[p] = max(0, self._sizes[p] - moved), stem
+        self._sizes[t], self._is_used[t] = alone(end * unit, min(lent, end) * unit), False
+        self._prompt[t], self._end[t], self._common[t] = prompt, end, before.units
+        self._stem[t], self._lent[t] = stem, lent
+        highs = keys[self._links - 1 : end * self._links : self._links, 1]
+        self._places[(highs % np.uint64(NAMES)).astype(np.int64)] = highs & ~NUMBER | np.uint64(self._count) & NUMBER
         self._count += 1
+
+    @property
+    def tails_pay(self) -> bool:
+        """Whether what comes after a stem is asked for again, as far as is known."""
+        known = self._tails_used + self._tails_unused
+        return self._tails_unused < EVIDENCE * FADES**EVIDENCE or self._tails_used > PAYS * known
+
+    def _note_tails(self, before: Before, capacity: float) -> None:
+        """Counts the tail that is asked for again now, and those that nobody comes back to any more."""
+        t = before.text % TEXTS
+        if before.text >= 0 and 0 < self._stem[t] < before.units and not self._is_used[t]:
+            self._is_used[t] = True
+            self._tails_used += 1
+        while self._oldest < self._count and (
+            self._oldest <= self._count - TEXTS or self._used_since(self._oldest) > UNUSED * capacity
+        ):
+            t, is_known = self._oldest % TEXTS, self._oldest >= self._count - TEXTS
+            self._oldest += 1
+            if is_known and self._stem[t] and not self._is_used[t]:
+                self._tails_used, self._tails_unused = FADES * self._tails_used, FADES * self._tails_unused + 1
 
     def _used_since(self, text: int) -> float:
         first, last = (text + 1) % TEXTS, self._count % TEXTS

@@ -91,6 +91,7 @@ class HostBooks:
         self._connector = Connector(device_side, None, self._pools, engine, sizes, deadline_s, news)
         self._deadline_s = deadline_s
         nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))  # the engine's content
+        text_bytes = TextBytes(self.spec.groups)
         self._parts = HostParts(
             spec=self.spec,
             arrays=Rows(geometry_of(self.spec.groups, self.spec.hash_tokens)),
@@ -100,8 +101,8 @@ class HostBooks:
             matcher=Matcher(nothing, self._pools),
             door=RemoteDoor(self._connector, nothing, lambda text: text.found),
             pools=self._pools,
-            returns=Returns(self.spec.hit_tokens // self.spec.hash_tokens),
-            sizes=TextBytes(self.spec.groups),
+            returns=Returns(text_bytes, self.spec.hit_tokens, self.spec.hash_tokens),
+            sizes=text_bytes,
         )
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import SLACK, End, needed_from
+from kvtier.coordinator.returns import NEVER, Before
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
@@ -50,10 +51,10 @@ class HostText:
         self._has_ended = False  # its prompt has: a further end is the answer's
         self._prompt_end = 0  # its prompt's last boundary
         self._is_guest = False  # others are kept whole instead of its content
-        self._came_from: int | None = None  # the text that it goes on from, once it has matched
+        self._before: Before | None = None  # what it has in common with an earlier text, once it has matched
         self._last = 0  # the boundary before its prompt's last token
         self._hit_before = 0  # what it has begun with: windows before that one's are not there
-        self._shared = 0  # tokens at its beginning, which other conversations have too
+        self._tail = NEVER  # from where on its full blocks are worth least
         self._ends: set[int] = set()  # boundaries from which later texts may go on
         self._passing: set[int] = set()  # boundaries whose windows no other text is known to want
 
@@ -93,7 +94,7 @@ class HostText:
                 parts.asking.add(self._sought)
                 return replace(nothing, is_sought=True)
         self._hit_before = max(self._hit_before, start, found.num_tokens)
-        if self._came_from is None:
+        if self._before is None:
             self._learn(self._hit_before, found.full_tokens, num_tokens)
         if found.full_tokens > found.num_tokens:
             self._branches.add(found.full_tokens)
@@ -113,12 +114,15 @@ class HostText:
         self._last = (num_tokens - 1) // unit * unit
         missed = (self._key(full), full) if full > hit else None
         parts.boundaries.learn((self._key(hit), hit) if hit else None, missed if parts.has_full else None)
-        each = parts.sizes.of(num_tokens)
-        guest, text = parts.returns.begin(
-            self._keys, hit // unit, parts.sizes.room(parts.pools, each), float(each.sum())
-        )
+        each, keys = parts.sizes.of(num_tokens), self._keys[: num_tokens // parts.spec.hash_tokens]
+        room = parts.sizes.room(parts.pools, each)
+        guest, self._before = parts.returns.begin(keys, hit // unit, room, float(each.sum()))
         self._is_guest = guest and parts.door.remote is None
-        self._came_from, self._shared = text, hit if text < 0 else parts.returns.shared(text) * unit
+        stem = self._before.stem * unit
+        if not parts.returns.tails_pay and stem:
+            self._tail = max(hit, stem)
+        if stem > full:
+            self._branches.add(stem)
 
     def _hold(self, hit: HostHit) -> None:
         self._hit = self._parts.held[self._name] = hit
@@ -244,12 +248,15 @@ class HostText:
         return groups, at, blocks
 
     def _store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
-        """Plans the stores. If nothing of answers is found again, the answer's full blocks get what room is spare."""
+        """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room
+        is spare."""
         stores, names, last = self._parts.stores, self._names(groups, at), np.zeros(len(at), bool)
         if self._has_ended and not self._pays(End.ANSWER) and not self._pays(End.PASSED):
+            self._tail = min(self._tail, self._prompt_end)
+        if self._tail < NEVER:
             kinds = np.array([group.attention.kind is Kind.FULL for group in self._parts.spec.groups])
             tokens = np.array([group.block_tokens for group in self._parts.spec.groups])
-            last = kinds[groups] & (at >= self._prompt_end // tokens[groups])
+            last = kinds[groups] & (at >= self._tail // tokens[groups])
         stores.touch_or_store(groups[~last], blocks[~last], names[~last], np.zeros(int((~last).sum()), bool))
         stores.fill_spare(groups[last], blocks[last], names[last])
 
@@ -318,11 +325,9 @@ class HostText:
     def close(self) -> None:
         """The engine follows the text no more. Its stored content stays; loads go on."""
         self.drop()
-        if not self._is_closed and self._ends and self._came_from is not None and not self._is_outdated:
+        if not self._is_closed and self._ends and self._before is not None and not self._is_outdated:
             parts, unit = self._parts, self._parts.spec.hit_tokens
-            size = parts.sizes.alone(max(self._ends), self._shared)
-            units = [boundary // unit for boundary in self._ends]
-            parts.returns.end(self._keys, units, size, self._came_from, self._shared // unit)
+            parts.returns.end(self._keys, self._prompt_end // unit, max(self._ends) // unit, self._before)
         self._is_closed = True
 
     def __enter__(self) -> HostText:

@@ -161,6 +161,20 @@ def coldest_stamp(p: Any, g: Any) -> Any:
 
 
 @inlined
+def as_cold(p: Any, g: Any, most: Any) -> Any:
+    """How many entries go with the coldest one, ``most`` at most: if that is superseded, only superseded ones."""
+    meta = p.meta
+    start, position, n = _U(meta[g, _RBASE]), meta[g, _HEAD], np.int64(0)
+    while n < most and position < meta[g, _TAIL]:
+        entry = np.int64(p.ring[start + ring_at(meta, g, position)])
+        if entry > 0:
+            break
+        n += entry < 0
+        position += 1
+    return n if n > 0 else most
+
+
+@inlined
 def head_moved(meta: Any, g: Any, head: Any) -> None:
     """Entries before ``head`` have gone."""
     meta[g, _HEAD] = head

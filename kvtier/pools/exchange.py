@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.machine.loops.jit import inlined, jit
-from kvtier.pools.cached_ring import coldest_stamp
+from kvtier.pools.cached_ring import as_cold, coldest_stamp
 from kvtier.pools.key_index import rename
 from kvtier.pools.pool_loops import evict, make_empty, take, unpublish
 from kvtier.pools.pool_state import Col, Mark, Place, PoolArrays, SlabCol
@@ -143,8 +143,8 @@ def provide(
             s = coldest_slab(p, g, need, spare_cached)
             if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
                 break
-            if s < 0:  # a slab's worth of its own goes, then the next look
-                evict(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB]))
+            if s < 0:  # a slab's worth of its own goes, as far as it is as cold, then the next look
+                evict(p, g, as_cold(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])))
                 continue
             if slabs[s, _OWNER] >= 0:
                 surrender(p, s)

@@ -4,6 +4,7 @@ same and learn the same of ends."""
 from __future__ import annotations
 
 import inside
+import numpy as np
 import pytest
 from breadth import sized
 from hypothesis import HealthCheck, Phase, given, settings
@@ -54,5 +55,8 @@ def test_all_doors_give_one_answer(make_serving, asks) -> None:
                 break  # from here on they have seen two stories
             mine, theirs = inside.boundaries(serving.cache), inside.tier_boundaries(engine.tier)
             assert mine._credits == theirs._credits, k
+            mine, theirs = inside.returns(serving.cache), inside.tier_returns(engine.tier)
+            for learned in "_prompt", "_end", "_common", "_stem", "_lent", "_is_used":
+                assert np.array_equal(getattr(mine, learned), getattr(theirs, learned)), (k, learned)
             texts.append((tokens, said))
         serving.cache.close()

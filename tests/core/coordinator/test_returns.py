@@ -11,7 +11,8 @@ import pytest
 from core.driving import prompt
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator import returns
-from kvtier.coordinator.returns import Returns
+from kvtier.coordinator.boundaries import SLACK
+from kvtier.coordinator.returns import Before, Returns
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
@@ -22,11 +23,23 @@ def chain(conversation: int, units: int) -> np.ndarray:
     return np.random.default_rng(conversation).integers(1, 2**63, (units, 2), np.uint64)
 
 
+class Same:
+    """Each text has one byte, without those that others have."""
+
+    def alone(self, num_tokens: int, shared: int) -> float:
+        return float(num_tokens > shared)
+
+
+def made() -> Returns:
+    """A unit is as long as the slack, and has one key."""
+    return Returns(Same(), SLACK, SLACK)
+
+
 class Lru:
     """A cache of whole conversations, each of size 1, which asks ``Returns`` whom to keep."""
 
     def __init__(self, room: int) -> None:
-        self.known, self.room = Returns(1), room
+        self.known, self.room = made(), room
         self._there: OrderedDict[int, int] = OrderedDict()
         self._length: dict[int, int] = {}
         self.hits = 0
@@ -37,8 +50,8 @@ class Lru:
         found = self._there.pop(conversation, 0)
         self.hits += found > 0
         keys = chain(conversation, before + 4)
-        guest, text = self.known.begin(keys, found, float(self.room), 1.0)
-        self.known.end(keys, [before + 3, before + 4], 1.0, text)
+        guest, earlier = self.known.begin(keys, found, float(self.room), 1.0)
+        self.known.end(keys, before + 3, before + 4, earlier)
         self._length[conversation] = before + 4
         if not guest:
             self._there[conversation] = before + 4
@@ -72,13 +85,13 @@ def test_what_comes_back_soon_is_kept_by_use_alone() -> None:
 
 def test_distances_do_not_depend_on_what_was_there() -> None:
     """Else to keep some would change what says whether to keep some."""
-    stories = [Returns(1), Returns(1)]
+    stories = [made(), made()]
     for turn in range(300):
         conversation, units = turn % 30, 4 * (turn // 30 + 1)
         for known, hit in zip(stories, (0, units - 4), strict=True):
             keys = chain(conversation, units)
-            _, text = known.begin(keys, hit, 20.0, 1.0)
-            known.end(keys, [units], 1.0, text)
+            _, before = known.begin(keys, hit, 20.0, 1.0)
+            known.end(keys, units, units, before)
     assert np.array_equal(stories[0]._found, stories[1]._found) and stories[0]._found.sum() > 0
 
 
@@ -94,20 +107,73 @@ def test_when_rounds_stop_nobody_is_a_guest_any_more() -> None:
 
 
 def test_a_text_that_is_forgotten_is_no_guest_if_its_content_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Returns(1)
+    known = made()
     monkeypatch.setattr(known, "_keeps_some", lambda capacity: True)
     assert [known.begin(chain(3, 8), hit, 9.0, 1.0)[0] for hit in (0, 3, 4, 8)] == [True, True, False, False]
 
 
 def test_old_texts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(returns, "TEXTS", 16)
-    known = Returns(1)
+    known = made()
     for conversation in range(17):
-        known.end(chain(conversation, 4), [4], 1.0, -1)
-    assert known.begin(chain(0, 8), 0, 9.0, 1.0) == (False, -1)
-    assert known.begin(chain(16, 8), 0, 9.0, 1.0) == (False, 16)
-    assert known.begin(chain(99, 8), 0, 9.0, 1.0) == (False, -1)
-    assert known.begin(chain(99, 0), 0, 9.0, 1.0) == (False, -1)
+        known.end(chain(conversation, 4), 4, 4, Before())
+    assert known.begin(chain(0, 8), 0, 9.0, 1.0) == (False, Before())
+    assert known.begin(chain(16, 8), 0, 9.0, 1.0) == (False, Before(16, 4, goes_on=True))
+    assert known.begin(chain(99, 8), 0, 9.0, 1.0) == (False, Before())
+    assert known.begin(chain(99, 0), 0, 9.0, 1.0) == (False, Before())
+
+
+def joined(*parts: tuple[int, int]) -> np.ndarray:
+    """Keys of a text whose parts are the beginnings of others."""
+    return np.concatenate([chain(*part) for part in parts])
+
+
+def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on() -> None:
+    known = made()
+    for tail in range(3):
+        keys = joined((0, 10), (1 + tail, 6))
+        _, before = known.begin(keys, 0, 9.0, 1.0)
+        assert before == (Before(tail - 1, 10) if tail else Before())
+        known.end(keys, 13, 16, before)
+    assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == Before(1, 16, goes_on=True)  # an answer's end
+    for cut, goes_on in (12, True), (13, True), (14, False), (15, True), (11, False):
+        assert known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1] == Before(1, cut, goes_on), cut
+
+
+def test_what_texts_share_counts_once_and_for_the_newest() -> None:
+    known = made()
+    known._sizes_of.alone = lambda tokens, shared: float(tokens - shared)
+    for tail in range(4):
+        keys = joined((0, 10), (1 + tail, 6))
+        known.end(keys, 13, 16, known.begin(keys, 0, 9.0, 1.0)[1])
+    assert (known._sizes[:4] / SLACK).tolist() == [6, 6, 6, 16]
+    for keys in joined((0, 10), (2, 8)), joined((0, 10), (4, 9)):
+        known.end(keys, 17, len(keys), known.begin(keys, 0, 9.0, 1.0)[1])
+    assert (known._sizes[:6] / SLACK).tolist() == [6, 0, 6, 0, 8, 19]
+
+
+def stems(known: Returns, count: int, turns: int, room: float) -> list[bool]:
+    """Prompts with one of ten beginnings, and ``turns`` of each; whether their tails stay."""
+    random, stay = np.random.default_rng(3), []
+    for n in range(count):
+        stem = int(random.integers(10))
+        for turn in range(turns):
+            keys = joined((stem, 10), (100 + n, 4 * (turn + 1)))
+            _, before = known.begin(keys, 0, room, 1.0)
+            stay.append(known.tails_pay)
+            known.end(keys, len(keys) - 1, len(keys), before)
+    return stay
+
+
+def test_tails_that_nobody_comes_back_to_go_first() -> None:
+    stay = stems(made(), 100, 1, 10.0)
+    assert all(stay[:28]), "nobody knows yet: of texts of twice the room, some may still be asked for"
+    assert not any(stay[50:])
+
+
+@pytest.mark.parametrize(("turns", "room"), [(2, 10.0), (1, 1000.0)])
+def test_tails_stay_if_some_are_asked_for_again_or_there_is_room(turns: int, room: float) -> None:
+    assert all(stems(made(), 100, turns, room))
 
 
 def rounds(serving, sessions: int, turns: int) -> int:
@@ -148,3 +214,33 @@ def test_a_preempted_request_is_no_guest_of_its_own(make_serving) -> None:
     serving.add("urgent", prompt(1, 60), 1, priority=-1)
     serving.run()
     assert serving.finished["a"].preemptions and inside.returns(serving.cache)._count == 2
+
+
+@pytest.mark.usefixtures("unaudited")
+def test_a_stem_whose_content_has_gone_is_kept_when_it_comes_again(make_serving) -> None:
+    """Nothing in the pools tells of it any more."""
+    serving = make_serving(SPEC, {"full": 24, "near": 12})
+    stem = prompt(1, 40)
+    found = []
+    for k in range(3):
+        done = serving.serve(f"{k}", [*stem, *prompt(10 + k, 6)], 2)
+        found.append(done.cached_tokens["device"])
+        if k == 0:
+            serving.serve("other", prompt(99, 90), 1)
+    assert found == [0, 0, 40]
+
+
+@pytest.mark.usefixtures("unaudited")
+def test_stems_stay_in_place_of_the_tails_behind_them(make_serving) -> None:
+    def found(pays: bool) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if pays:
+                patch.setattr(Returns, "tails_pay", True)
+            serving, random, found = make_serving(SPEC, {"full": 120, "near": 60}), np.random.default_rng(7), 0
+            for k in range(150):
+                done = serving.serve(f"{k}", [*prompt(int(random.integers(8)), 24), *prompt(100 + k, 80)], 2)
+                found += done.cached_tokens["device"] * (k >= 100)
+            return found
+
+    assert found(pays=True) < 0.6 * 50 * 24, "the room is too small for what is used last"
+    assert found(pays=False) > 0.9 * 50 * 24

@@ -107,6 +107,20 @@ def test_content_that_was_cached_as_the_coldest_goes_first_whatever_its_age():
     assert all(found(pools, B, [hot]) + found(pools, A, others))
 
 
+def test_with_the_coldest_blocks_no_hotter_ones_of_the_same_pool_go():
+    pools = pools_of(3)
+    (hot, cold), others, more = whole_slab(pools, B), whole_slab(pools, A), whole_slab(pools, A)
+    cache(pools, A, others)
+    cache(pools, B, [hot])
+    cache(pools, B, [cold], cold=True)
+    take(pools, B, 2)
+    assert owners(pools) == [B, B, A]
+    assert all(found(pools, B, [hot])), "it went since it stood behind a block that nobody wants"
+    assert not any(found(pools, A, others))
+    free(pools, A, more)
+    check_books(pools)
+
+
 def test_what_was_cached_behind_the_cold_region_is_compared_by_its_age():
     pools = pools_of(3)
     cold, hot, others = whole_slab(pools, B), whole_slab(pools, B), whole_slab(pools, A)

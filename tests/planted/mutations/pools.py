@@ -273,8 +273,8 @@ MUTATIONS = (
         "core/coordinator/returns",
         (
             "Retention.start",
-            "(n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, NEVER)",
-            "0 if seq.went_on_from else n, stop, NEVER",
+            "(n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, gone)",
+            "0 if seq.went_on_from else n, stop, gone",
         ),
     ),
 )
