@@ -140,6 +140,16 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
         assert known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1] == Before(1, cut, goes_on), cut
 
 
+def test_two_questions_shortly_behind_a_beginning_make_it_a_stem() -> None:
+    known, found = made(), []
+    for question in range(4):
+        keys = joined((0, 10), (1 + question, 1))
+        before = known.begin(keys, 0, 9.0, 1.0)[1]
+        found.append((before.units, before.stem))
+        known.end(keys, 11, 11, before)
+    assert found == [(0, 0), (10, 0), (10, 10), (10, 10)], "the second could be the first one written anew"
+
+
 def test_what_texts_share_counts_once_and_for_the_newest() -> None:
     known = made()
     known._sizes_of.alone = lambda tokens, shared: float(tokens - shared)

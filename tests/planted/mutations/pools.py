@@ -277,4 +277,43 @@ MUTATIONS = (
             "0 if seq.went_on_from else n, stop, gone",
         ),
     ),
+    mutation(
+        "tails_stay",
+        "I21",
+        "what comes behind shared beginnings pushes them out, though nobody asks for it again",
+        "core/coordinator/returns",
+        ("Retention.start", "gone = NEVER if not stem or self.returns.tails_pay else max(n, stem)", "gone = NEVER"),
+    ),
+    mutation(
+        "tails_go_too_soon",
+        "I21",
+        "tails count as unused before texts of the cache's size have come",
+        "core/coordinator/returns",
+        ("Returns._note_tails", "self._used_since(self._oldest) > UNUSED * capacity", "self._used_since(self._oldest) > 0"),
+    ),
+    mutation(
+        "a_stem_goes_with_its_content",
+        "I21",
+        "prompts of a shared beginning whose content has gone are never seen to share it",
+        "core/coordinator/returns",
+        ("Retention._note_return", "seq.branches.add(stem)", "pass"),
+    ),
+    mutation(
+        "short_tails_go_on",
+        "I21",
+        "a question shortly behind a shared beginning is taken for a conversation that goes on",
+        "core/coordinator/returns",
+        ("Returns._known", "goes_on and units > int(self._common[text % TEXTS])", "goes_on"),
+    ),
+    mutation(
+        "hot_blocks_go_with_cold_ones",
+        "I21",
+        "a pool that gives up a superseded block gives up blocks that are asked for with it",
+        "core/pools/slabs",
+        (
+            "provide",
+            "evict(p, g, as_cold(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])))",
+            "evict(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB]))",
+        ),
+    ),
 )
