@@ -23,8 +23,7 @@ def check_remote(
     mode = STORE_MODES[store]
     if not (mode.feeds_remote or mode.only_reads):
         raise ConfigError(
-            f"store={store!r} copies to the host what the device gives up, too late for remote_uri, which takes whole "
-            "texts from the host; use 'eager'"
+            f"store={store!r} brings texts to the host too late for remote_uri, or not whole; use 'eager'"
         )
     if not model_id or key_secret is None:
         raise ConfigError(

@@ -1,7 +1,9 @@
 """Copy engines: ``threads`` (CPU), ``streams`` (a device's streams), ``simulated`` (faults and delays), ``null``.
 
-An engine moves bytes and knows neither keys nor references. To write one, inherit from ``CopyEngine``: seven methods
-are yours, four have defaults. Pass the class, or a function that makes the engine, as ``KVCache(copy_engine=...)``:
+An engine moves bytes and knows neither keys nor references. Of a ``Transfer`` it needs ``direction``, and ``groups``,
+``device`` and ``host``, int32 [n] each: block host[k] and block device[k] of group groups[k]. To write one, inherit
+from ``CopyEngine``: seven methods are yours, four have defaults. Pass the class, or a function that makes the engine,
+as ``KVCache(copy_engine=...)``:
 
     class Copier(CopyEngine):
         def __init__(self, memory: TierMemory) -> None:
