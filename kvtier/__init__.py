@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtier.audit.run import Violation
+    from kvtier.cache.events import EventKind, KVEvent, KVEvents
+    from kvtier.cache.explanation import Explanation, explain
     from kvtier.cache.facade import KVCache
     from kvtier.cache.warmup import WarmUp, warm_up
     from kvtier.coordinator.manager import CacheManager
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     )
     from kvtier.machine.journal import Event, Journal
     from kvtier.machine.stats import CacheStats
-    from kvtier.observe.events import EventKind, KVEvent, KVEvents
-    from kvtier.observe.explanation import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -108,8 +108,8 @@ _HOMES = {
         "InvariantBroken KVTierError MemoryUnavailable RequestTooLarge StepError TransferError "
         "UnsupportedModel"
     ),
-    "kvtier.observe.events": "EventKind KVEvent KVEvents",
-    "kvtier.observe.explanation": "Explanation explain",
+    "kvtier.cache.events": "EventKind KVEvent KVEvents",
+    "kvtier.cache.explanation": "Explanation explain",
     "kvtier.geometry.outside": "Fragment OutsideGroup",
     "kvtier.host_tier.parts": "HostHit",
     "kvtier.host_tier.plan": "HostPlan",

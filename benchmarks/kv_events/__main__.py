@@ -29,9 +29,9 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.output import stdout
 from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, KVEvents, Request, Scheduler, SlidingWindow
-from kvtier.observe.kv_events.claims import Claims
-from kvtier.observe.kv_events.publisher import KVEventPublisher
-from kvtier.observe.kv_events.wire import Encoder, Event
+from kvtier.cache.kv_events.claims import Claims
+from kvtier.cache.kv_events.publisher import KVEventPublisher
+from kvtier.cache.kv_events.wire import Encoder, Event
 
 Tokens = npt.NDArray[np.int32]
 PROMPT_TOKENS = 90_112

@@ -1,1 +1,1 @@
-"""The facade: one KV cache, as an engine holds it."""
+"""The facade: one KV cache, as an engine holds it, and the views of it: events for routers, explanations."""

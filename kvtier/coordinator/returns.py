@@ -105,6 +105,10 @@ class Before(NamedTuple):
         return 0 if self.goes_on else self.units
 
 
+NOTHING = Before()
+"""No text begins so."""
+
+
 class Returns:
     """Of one cache. Its hits are whole *units* of ``hit_tokens``; a unit has a key for each ``hash_tokens``."""
 
@@ -148,11 +152,11 @@ class Returns:
         found = self._places[(highs % np.uint64(NAMES)).astype(np.int64)]
         known = np.flatnonzero(found & ~NUMBER == highs & ~NUMBER)
         if not len(known):
-            return Before()
+            return NOTHING
         units = int(known[-1]) + 1
         text = self._count - (self._count - int(found[units - 1] & NUMBER)) % (int(NUMBER) + 1)
         if text < self._count - TEXTS or text == self._count:
-            return Before()
+            return NOTHING
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
         goes_on = prompt - self._slack <= units <= prompt or units >= end - 1
         return Before(text, units, goes_on and units > int(self._common[text % TEXTS]))

@@ -44,7 +44,7 @@ def add_to(http: Any) -> None:
 def read(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``Settings`` that they are. Raises ``ConfigError``."""
     from kvtier import ConfigError
-    from kvtier.observe.kv_events.config import KVEventsConfig
+    from kvtier.cache.kv_events.config import KVEventsConfig
 
     keys = _keys(args, "api_key", KEY_VARIABLE)
     found = {

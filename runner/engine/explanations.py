@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier import ConfigError, Explanation, Journal
+from kvtier.cache.explanation import ComputeSeconds, explain_all
 from kvtier.machine.integers import shown
-from kvtier.observe.explanation import ComputeSeconds, explain_all
 from runner.errors import UnknownRequest
 
 MOST_NAMES = 16384

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
+from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.machine.integers import shown
-from kvtier.observe.kv_events.publisher import KVEventPublisher
 from kvtier.remote.pace import Pace
 from runner.engine.shares import Shares
 from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError

@@ -20,10 +20,10 @@ import torch
 from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, KVTierError, Request, Scheduler
 from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
+from kvtier.cache.kv_events.config import KVEventsConfig
+from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.coordinator.running import check_limits
 from kvtier.machine.integers import shown
-from kvtier.observe.kv_events.config import KVEventsConfig
-from kvtier.observe.kv_events.publisher import KVEventPublisher
 from runner.engine import memory, options
 from runner.engine.answers import Answer, Answers
 from runner.engine.explanations import Explanations, RequestExplanation

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvtier import Event, Explanation, Journal, explain
+from kvtier.cache.explanation import Hit
 from kvtier.machine.journal import Admitted, Copied, Ended, PushedOut
-from kvtier.observe.explanation import Hit
 from runner.engine.explanations import Explanations
 from runner.errors import MissingPackage
 

@@ -26,8 +26,9 @@ FLOORS = (  # each room may import the rooms above it, and none of its own line
     ("kvtier.remote",),
     ("kvtier.coordinator",),
     ("kvtier.audit",),
-    ("kvtier.cache", "kvtier.host_tier"),  # the two doors
-    ("kvtier.observe",),
+    ("kvtier.host_tier",),  # the two doors; the events of both are in the second
+    ("kvtier.cache",),
+    ("kvtier.cache",),
     ("kvtier",),
     ("kvtier.testing",),
     ("kvtier.integrations.vllm",),  # a plug-in: it stands on the host tier's door

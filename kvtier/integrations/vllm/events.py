@@ -26,7 +26,7 @@ class BlockEvents:
     """Of ``books``. ``block_tokens``: by group."""
 
     def __init__(self, books: HostBooks, block_tokens: Sequence[int]) -> None:
-        from kvtier.observe.events import HostEvents
+        from kvtier.cache.events import HostEvents
 
         self._changes = HostEvents(books)
         self._block_tokens = dict(zip(books.spec.names, block_tokens, strict=True))
@@ -51,7 +51,7 @@ class BlockEvents:
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-        from kvtier.observe.events import EventKind
+        from kvtier.cache.events import EventKind
 
         for event in self._changes.poll():
             published, keys = self._published[event.group], [row.tobytes() for row in event.keys]

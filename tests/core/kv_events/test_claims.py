@@ -14,10 +14,10 @@ from model.metrics import findable
 from core.driving import prompt, sees
 from core.kv_events.router import Path, Router
 from kvtier import ChunkedLocal, FullAttention, KVCache, KVEvents, Request, SlidingWindow
+from kvtier.cache.kv_events.claims import Claims
+from kvtier.cache.kv_events.wire import Encoder
 from kvtier.coordinator.tracked import Tracked
 from kvtier.geometry.keys import Text
-from kvtier.observe.kv_events.claims import Claims
-from kvtier.observe.kv_events.wire import Encoder
 from kvtier.testing import Faults, SimulatedEngine
 
 BT = 4

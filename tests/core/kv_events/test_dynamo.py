@@ -16,9 +16,9 @@ from remote.fake_backend import FakeBackend, Shared
 from core.driving import prompt
 from core.kv_events.indexer import Indexer, why_not
 from kvtier import FullAttention, KVCache, Request, SlidingWindow
+from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.coordinator.tracked import Tracked
 from kvtier.geometry.keys import Text
-from kvtier.observe.kv_events.publisher import KVEventPublisher
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

@@ -30,10 +30,10 @@ from kvtier import (
     SlidingWindow,
     Step,
 )
-from kvtier.observe.kv_events import worker
-from kvtier.observe.kv_events.claims import Claims
-from kvtier.observe.kv_events.config import KVEventsConfig
-from kvtier.observe.kv_events.publisher import KVEventPublisher
+from kvtier.cache.kv_events import worker
+from kvtier.cache.kv_events.claims import Claims
+from kvtier.cache.kv_events.config import KVEventsConfig
+from kvtier.cache.kv_events.publisher import KVEventPublisher
 
 BT = 4
 GROUPS = {"full": (FullAttention(), BT), "win": (SlidingWindow(6), BT)}

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.cache.kv_events.stored import RemoteRule
+from kvtier.cache.kv_events.texts import Run
 from kvtier.coordinator.seek import Seeker
-from kvtier.observe.kv_events.stored import RemoteRule
-from kvtier.observe.kv_events.texts import Run
 from kvtier.remote.backends.contract import Answer, Outcome
 from kvtier.remote.moves import SeekState
 from kvtier.remote.objects import Name, ObjectPlan

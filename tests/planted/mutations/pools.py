@@ -289,7 +289,11 @@ MUTATIONS = (
         "I21",
         "tails count as unused before texts of the cache's size have come",
         "core/coordinator/returns",
-        ("Returns._note_tails", "self._used_since(self._oldest) > UNUSED * capacity", "self._used_since(self._oldest) > 0"),
+        (
+            "Returns._note_tails",
+            "self._used_since(self._oldest) > UNUSED * capacity",
+            "self._used_since(self._oldest) > 0",
+        ),
     ),
     mutation(
         "a_stem_goes_with_its_content",

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.cache.events import KVEvents
 from kvtier.cache.facade import KVCache
+from kvtier.cache.kv_events.config import KVEventsConfig
+from kvtier.cache.kv_events.stored import RemoteNews
 from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.geometry.spec import Kind
 from kvtier.machine.errors import ConfigError
-from kvtier.observe.events import KVEvents
-from kvtier.observe.kv_events.config import KVEventsConfig
-from kvtier.observe.kv_events.stored import RemoteNews
 from kvtier.remote.known import MOST_KNOWN, Changes
 
 INTERVAL_S = 0.05
@@ -47,8 +47,8 @@ class KVEventPublisher:
             raise ConfigError("kv_events_config publishes nothing: enable_kv_cache_events is not true")
         self._cache, self._events = cache, KVEvents(cache)
         config.check(cache.spec)
-        from kvtier.observe.kv_events.claims import Claims
-        from kvtier.observe.kv_events.worker import Worker
+        from kvtier.cache.kv_events.claims import Claims
+        from kvtier.cache.kv_events.worker import Worker
 
         self._remote = cache.core.coordinator.door.remote
         self._stored: Changes | None = None if self._remote is None else self._remote.listen()

@@ -20,17 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from kvtier.cache.events import KVEvent
+from kvtier.cache.kv_events import wire
+from kvtier.cache.kv_events.claims import Claims
+from kvtier.cache.kv_events.config import KVEventsConfig
+from kvtier.cache.kv_events.sender import Sender
+from kvtier.cache.kv_events.stored import RemoteNews
 from kvtier.geometry.keys import KeyChain
 from kvtier.machine.forks import watch
 from kvtier.machine.kept import KEPT
-from kvtier.observe.events import KVEvent
-from kvtier.observe.kv_events import wire
-from kvtier.observe.kv_events.claims import Claims
-from kvtier.observe.kv_events.config import KVEventsConfig
-from kvtier.observe.kv_events.sender import Sender
-from kvtier.observe.kv_events.stored import RemoteNews
 
-log = logging.getLogger("kvtier.observe.kv_events")
+log = logging.getLogger("kvtier.cache.kv_events")
 
 CLOSE_S = 2.0
 """The longest wait for the thread to end."""

@@ -151,7 +151,7 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """The explanation as lines for people."""
-        from kvtier.observe.explanation_text import lines
+        from kvtier.cache.explanation_text import lines
 
         return lines(self)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.observe.kv_events.texts import Run
+from kvtier.cache.kv_events.texts import Run
 from kvtier.remote.objects import KeptGroup, Name, ObjectPlan
 
 Mask = npt.NDArray[np.bool_]

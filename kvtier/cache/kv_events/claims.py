@@ -22,11 +22,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cache.events import EventKind, KVEvent
+from kvtier.cache.kv_events import wire
+from kvtier.cache.kv_events.stored import Needs, RemoteRule, runs_of
+from kvtier.cache.kv_events.texts import Ordered, Run, Texts
 from kvtier.geometry.spec import CacheSpec, Kind
-from kvtier.observe.events import EventKind, KVEvent
-from kvtier.observe.kv_events import wire
-from kvtier.observe.kv_events.stored import Needs, RemoteRule, runs_of
-from kvtier.observe.kv_events.texts import Ordered, Run, Texts
 from kvtier.remote.objects import Name, ObjectPlan
 
 NOWHERE, DEVICE, HOST, STORE = 0, 1, 2, 3

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import zmq
 
+from kvtier.cache.kv_events.config import KVEventsConfig
 from kvtier.machine.errors import ConfigError
-from kvtier.observe.kv_events.config import KVEventsConfig
 
 KEPT_BYTES = 64 * 2**20
 """Most bytes of batches that are kept for those who have missed them."""

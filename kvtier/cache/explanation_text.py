@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvtier.observe.explanation import Eviction, Explanation, GaveWay, Hit, Load, Missed, Wait
+    from kvtier.cache.explanation import Eviction, Explanation, GaveWay, Hit, Load, Missed, Wait
 
 _SENT_BACK = {
     "blocks": "preempted: {by} needed blocks of {group}",

@@ -70,7 +70,7 @@ class Run:
         self.runs = np.zeros((num_local, n), np.int64)
         """Blocks there, one after the other, that end with this one, by local group."""
         self.stored = np.zeros(n, np.uint64)
-        """Bits of objects that the remote has under the key of each block (``kvtier.observe.kv_events.stored``)."""
+        """Bits of objects that the remote has under the key of each block (``kvtier.cache.kv_events.stored``)."""
         self.reach = np.zeros(n, bool)
         """Whether the tiles up to here are in the remote, or their blocks in the tiers here."""
         self.big = np.zeros(n, bool)
