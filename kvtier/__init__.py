@@ -1,6 +1,7 @@
 """kvtier: the KV cache for hybrid-attention language models, in device and host memory.
 
-A name is imported when it is first asked for: ``import kvtier`` alone imports neither NumPy nor numba.
+A name is imported when it is first asked for: ``import kvtier`` alone imports neither NumPy nor numba. ``LLM``,
+``AsyncLLM`` and what belongs to them are the reference engine's.
 """
 
 from __future__ import annotations
@@ -44,6 +45,51 @@ if TYPE_CHECKING:
     )
     from kvtier.machine.journal import Event, Journal
     from kvtier.machine.stats import CacheStats
+    from runner import (
+        LLM as LLM,
+    )
+    from runner import (
+        AsyncLLM as AsyncLLM,
+    )
+    from runner import (
+        CompletionOutput as CompletionOutput,
+    )
+    from runner import (
+        EngineDead as EngineDead,
+    )
+    from runner import (
+        ForwardFailed as ForwardFailed,
+    )
+    from runner import (
+        ModelLoadError as ModelLoadError,
+    )
+    from runner import (
+        NonFiniteLogits as NonFiniteLogits,
+    )
+    from runner import (
+        Overloaded as Overloaded,
+    )
+    from runner import (
+        RequestOutput as RequestOutput,
+    )
+    from runner import (
+        RequestOutputKind as RequestOutputKind,
+    )
+    from runner import (
+        RunnerError as RunnerError,
+    )
+    from runner import (
+        SamplingParams as SamplingParams,
+    )
+    from runner import (
+        StructuredOutputs as StructuredOutputs,
+    )
+    from runner import (
+        UnknownRequest as UnknownRequest,
+    )
+    from runner import (
+        needle as needle,
+    )
 
 __version__ = "0.1.0"
 
@@ -124,6 +170,11 @@ _HOMES = {
     "kvtier.cache.warmup": "WarmUp warm_up",
 }
 """Each module, and the names that it gives to the package."""
+_OF_THE_ENGINE = (
+    "AsyncLLM CompletionOutput EngineDead ForwardFailed LLM ModelLoadError NonFiniteLogits Overloaded RequestOutput "
+    "RequestOutputKind RunnerError SamplingParams StructuredOutputs UnknownRequest needle"
+)
+"""Names of the reference engine. ``__all__`` lacks them: ``import *`` would import torch and transformers."""
 _FORMER = {"RelayedBooks": "HostTierScheduler", "HostWorker": "HostTierWorker"}
 """Names that programs may still use."""
 
@@ -134,8 +185,13 @@ def __getattr__(name: str) -> Any:
         if name in names.split():
             found = globals()[name] = getattr(import_module(module), name)
             return found
+    if name in _OF_THE_ENGINE.split():
+        from kvtier.machine.reference_engine import load
+
+        found = globals()[name] = getattr(load(), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OF_THE_ENGINE.split()})

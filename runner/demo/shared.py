@@ -64,7 +64,7 @@ class Engine:
         self.name = name
         self._log = log.open("ab")
         device, host = memory or (f"{max(1, tokens // 600)}MiB",) * 2
-        command = [sys.executable, "-m", "runner.cli", "serve", "--port", "0", "--device", "cpu", "--kv-remote", store]
+        command = [sys.executable, "-m", "kvtier", "serve", "--port", "0", "--device", "cpu", "--kv-remote", store]
         command += ["--device-memory", device, "--host-memory", host, "--max-num-batched-tokens", "3072"]
         environment = os.environ | {"KVTIER_KEY_SECRET": "of the demo", "COLUMNS": "200"}
         self._process = subprocess.Popen(

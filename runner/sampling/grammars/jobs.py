@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from kvtier import CacheClosed, InvalidRequest
 from kvtier.machine.forks import watch
+from kvtier.machine.reference_engine import as_main
 from runner.errors import GrammarFailed
 from runner.sampling.grammars import child as grammar_child
 
@@ -91,7 +92,7 @@ class CompilerProcess:
         paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", grammar_child.__name__, str(its.fileno())],
+                [sys.executable, "-P", *as_main(grammar_child.__name__, str(its.fileno()))],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

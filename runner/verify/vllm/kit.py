@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.machine.errors import ConfigError
+from kvtier.machine.reference_engine import as_main
 from runner.errors import MissingPackage
 from runner.verify.vllm.child import Order
 from runner.verify.vllm.compare import LIMITS
@@ -166,7 +167,7 @@ class _Child:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Each as it is written. The last is "refused" if the process fails, ends early or falls silent."""
-        command = [sys.executable, "-m", "runner.verify.vllm.child", str(self._order), str(self._report)]
+        command = [sys.executable, *as_main("runner.verify.vllm.child", str(self._order), str(self._report))]
         with self._log.open("wb") as log, self._report.open(encoding="utf-8") as report:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
