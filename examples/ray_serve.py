@@ -107,13 +107,12 @@ class Engine:
     """One replica: an ``AsyncLLM``, its events in a socket of the file system."""
 
     def __init__(self) -> None:
-        from runner import AsyncLLM
-        from runner.needle import weights_path
+        from kvtier import AsyncLLM, needle
 
         self.endpoint = f"ipc://{tempfile.mkdtemp(prefix='kvtier-')}/events"
         config = {"enable_kv_cache_events": True, "endpoint": self.endpoint}
         sizes = {"device_memory": "64MiB", "host_memory": "64MiB"}
-        self.llm = AsyncLLM(weights_path(), "cpu", kv_events_config=config, **sizes)
+        self.llm = AsyncLLM(needle.weights_path(), "cpu", kv_events_config=config, **sizes)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Ray asks for it now and then, and gives it to routers."""
@@ -121,7 +120,7 @@ class Engine:
 
     async def complete(self, token_ids: list[int]) -> tuple[str, list[int], int]:
         """Which replica answers, its tokens, and how many of the prompt's it had."""
-        from runner import SamplingParams
+        from kvtier import SamplingParams
 
         async for output in self.llm.generate(token_ids, SamplingParams(max_tokens=16, temperature=0)):
             last = output
@@ -130,14 +129,14 @@ class Engine:
 
 async def main() -> None:
     """Eight conversations of four turns."""
-    from runner.needle import make_prompt
+    from kvtier import needle
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     engines = serve.run(Engine.bind(), route_prefix=None)
     await asyncio.sleep(3)  # until the routing stats have come
 
     async def talk(k: int) -> tuple[int, int]:
-        tokens, home, stayed, cached = make_prompt(400, seed=k).token_ids, "", 0, 0
+        tokens, home, stayed, cached = needle.make_prompt(400, seed=k).token_ids, "", 0, 0
         for turn in range(4):
             engine, answer, found = await engines.complete.remote(token_ids=tokens)
             stayed, cached, home = stayed + (engine == home), cached + found, engine

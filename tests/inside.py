@@ -147,7 +147,7 @@ def num_marks(of: Whole) -> int:
     return len(coordinator(of)._trail._marks)
 
 
-def _learn_nothing(hit: object, missed: object) -> None:
+def _learn_nothing(*_: object) -> None:
     pass
 
 
@@ -160,7 +160,9 @@ def _never_seen(*_: object) -> tuple[bool, Before]:
 def learn_nothing(of: Whole) -> None:
     """Which ends pay never changes, and nobody comes back: no two states would have these numbers in common."""
     boundaries(of).learn = _learn_nothing  # type: ignore[method-assign]
-    returns(of).begin = _never_seen  # type: ignore[method-assign]
+    known = returns(of)
+    known.begin, known.end = _never_seen, _learn_nothing  # type: ignore[method-assign]
+    known._places = known._places[:0].copy()  # it would be copied with each state
 
 
 def pass_nothing(of: Whole) -> None:

@@ -38,6 +38,7 @@ def test_an_answer_whole_and_streamed(client: openai.OpenAI) -> None:
 
 def test_a_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI) -> None:
     turns = [*ASK["messages"], {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "ask K17 ? ->"}]
+    client.chat.completions.create(**ASK)
     told = client.chat.completions.create(**{**ASK, "messages": turns}, max_completion_tokens=2)
     assert told.usage.prompt_tokens_details.cached_tokens >= 160
     assert told.usage.completion_tokens == 2
