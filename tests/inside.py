@@ -157,11 +157,16 @@ def _never_seen(*_: object) -> tuple[bool, Before]:
     return False, Before()
 
 
+def _nothing_known(_: object) -> Before:
+    return _never_seen()[1]
+
+
 def learn_nothing(of: Whole) -> None:
     """Which ends pay never changes, and nobody comes back: no two states would have these numbers in common."""
     boundaries(of).learn = _learn_nothing  # type: ignore[method-assign]
     known = returns(of)
     known.begin, known.end = _never_seen, _learn_nothing  # type: ignore[method-assign]
+    known.known = _nothing_known  # type: ignore[method-assign]
     known._places = known._places[:0].copy()  # it would be copied with each state
 
 

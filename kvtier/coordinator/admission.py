@@ -31,6 +31,12 @@ Counts = npt.NDArray[np.int64]
 
 _LOADING, _FRESH, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.FRESH), int(Phase.PREFILL), int(Phase.DECODE)
 
+MARGIN = 3
+"""A request whose content was pushed out is admitted beside room for so many more of its size, since others' content
+would be pushed out for it next ..."""
+MOST_MARGIN = 4
+"""... but for no more than one in so many blocks."""
+
 _NOTHING: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
@@ -202,6 +208,9 @@ class Admission:
             need += room.next_blocks(ahead)
         used = self._pools.live + room.promised(rows)
         if self._pools.fits(used + need):
+            more = self._margin(seq, match, need, used, entries) if self._roster.running else None
+            if more is not None:
+                return room.shortage(need + more, used)
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1], ROWS
         victims = room.choose_victims(self._givers(seq, entries), need, match)
         if victims:
@@ -212,6 +221,15 @@ class Admission:
         if not self._roster.running and not self._transfers.num_progressing:
             self._finish(seq, "capacity")  # blocks are quarantined, and the rest will never suffice
         return room.shortage(need, used)
+
+    def _margin(self, seq: Tracked, match: Match, need: Counts, used: Counts, entries: Entries) -> Counts | None:
+        """Blocks that the request waits for besides those that it needs, while others run: most of its content is gone,
+        and content of others would go for it. None if it need not wait, since so many are free, or since it comes
+        before one that runs."""
+        more: Counts = np.minimum(MARGIN * need, self._pools.usable // MOST_MARGIN)
+        if self._pools.fits(used + need + more) or seq.preemptions or self._givers(seq, entries):
+            return None
+        return more if self._coordinator.retention.has_lost(seq, match) else None
 
     def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked], cause: SentBack) -> Match:
         """Preempts the victims without giving up blocks of the hit. Returns the hit, with a ``hold`` on it.

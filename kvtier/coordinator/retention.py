@@ -106,6 +106,10 @@ class Retention:
             seq.branches.add(stem)
         return stem
 
+    def has_lost(self, seq: Tracked, match: Match) -> bool:
+        """Whether most of what the waiting request has in common with an earlier text is no longer there."""
+        return 2 * match.num_tokens < self.returns.known(seq.keys).units * self._spec.hit_tokens
+
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
         unit = self._spec.hit_tokens

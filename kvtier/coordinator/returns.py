@@ -132,13 +132,12 @@ class Returns:
     def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, Before]:
         """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts;
         ``size``: its own. Returns whether it is a guest, and what it has in common with earlier texts."""
-        highs = keys[self._links - 1 :: self._links, 1]
-        before = self._known(highs)
+        before, num_units = self.known(keys), len(keys) // self._links
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
         self._note_tails(before, capacity)
         if before.text < 0:
-            is_there = 2 * hit_units >= len(highs) > 0
+            is_there = 2 * hit_units >= num_units > 0
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
         else:
             t, units = before.text % TEXTS, before.units
@@ -146,9 +145,11 @@ class Returns:
             is_there = 2 * (hit_units - units + alone) >= alone
             self._recent += 1
             self._found[_bin_of(self._used_since(before.text) + size)] += units
-        return not is_there and self._keeps_some(capacity) and not _wins(highs), before
+        return not is_there and self._keeps_some(capacity) and not self._wins(keys), before
 
-    def _known(self, highs: npt.NDArray[np.uint64]) -> Before:
+    def known(self, keys: KeyArray) -> Before:
+        """What a request with these keys has in common with an earlier text."""
+        highs = keys[self._links - 1 :: self._links, 1]
         found = self._places[(highs % np.uint64(NAMES)).astype(np.int64)]
         known = np.flatnonzero(found & ~NUMBER == highs & ~NUMBER)
         if not len(known):
@@ -201,6 +202,10 @@ class Returns:
             if is_known and self._stem[t] and not self._is_used[t]:
                 self._tails_used, self._tails_unused = FADES * self._tails_used, FADES * self._tails_unused + 1
 
+    def _wins(self, keys: KeyArray) -> bool:
+        units = len(keys) // self._links
+        return units > 0 and int(keys[units * self._links - 1, 1] >> np.uint64(32)) % LOTTERY == 0
+
     def _used_since(self, text: int) -> float:
         first, last = (text + 1) % TEXTS, self._count % TEXTS
         if first <= last:
@@ -216,10 +221,6 @@ class Returns:
         recent = within[max(0, _bin_of(max(1.0, capacity)) - 1)]
         some = (within * np.minimum(1.0, capacity / (least * 2.0 ** (1 / BINS_PER_OCTAVE)))).max()
         return bool(some > GAIN * recent and some > within[-1] / LOTTERY)
-
-
-def _wins(highs: npt.NDArray[np.uint64]) -> bool:
-    return len(highs) > 0 and int(highs[-1] >> np.uint64(32)) % LOTTERY == 0
 
 
 def _bin_of(distance: float) -> int:

@@ -320,4 +320,22 @@ MUTATIONS = (
             "evict(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB]))",
         ),
     ),
+    mutation(
+        "what_was_pushed_out_pushes_out",
+        "I21",
+        "requests whose content has gone are let in as soon as they fit, and the content of others goes for them",
+        "core/coordinator/margin",
+        ("Admission._margin", "more if self._coordinator.retention.has_lost(seq, match) else None", "None"),
+    ),
+    mutation(
+        "a_margin_with_nobody_running",
+        "I9",
+        "a request waits for room to spare that nobody will make",
+        "core/coordinator/margin",
+        (
+            "Admission._find_room",
+            "self._margin(seq, match, need, used, entries) if self._roster.running else None",
+            "self._margin(seq, match, need, used, entries)",
+        ),
+    ),
 )
