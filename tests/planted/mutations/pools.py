@@ -307,7 +307,7 @@ MUTATIONS = (
         "I21",
         "a question shortly behind a shared beginning is taken for a conversation that goes on",
         "core/coordinator/returns",
-        ("Returns._known", "goes_on and units > int(self._common[text % TEXTS])", "goes_on"),
+        ("Returns.known", "goes_on and units > int(self._common[text % TEXTS])", "goes_on"),
     ),
     mutation(
         "hot_blocks_go_with_cold_ones",
