@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.returns import NEVER, Returns, TextBytes
+from kvtier.coordinator.returns import NEVER, NOTHING, Returns, TextBytes
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.options import StoreMode
@@ -108,7 +108,9 @@ class Retention:
 
     def has_lost(self, seq: Tracked, match: Match) -> bool:
         """Whether most of what the waiting request has in common with an earlier text is no longer there."""
-        return 2 * match.num_tokens < self.returns.known(seq.keys).units * self._spec.hit_tokens
+        if seq.before is None:  # each step asks anew
+            seq.before = self.returns.known(seq.keys)
+        return 2 * match.num_tokens < seq.before.units * self._spec.hit_tokens
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""
@@ -210,7 +212,7 @@ class Retention:
             seq.is_guest, self._tables.arrays.superseded[seq.row, 2] = False, NEVER
         else:
             unit = self._spec.hit_tokens
-            self.returns.end(seq.keys, min(len(seq.request.tokens), end) // unit, end // unit, seq.before)
+            self.returns.end(seq.keys, min(len(seq.request.tokens), end) // unit, end // unit, seq.before or NOTHING)
             if is_answer and not stays and not pays(End.PASSED):
                 cold = self._tables.arrays.superseded[:, 2]
                 cold[seq.row] = min(cold[seq.row], max(self.last_boundaries(len(seq.request.tokens))))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.request import FinishReason, Request
-from kvtier.coordinator.returns import NOTHING, Before
+from kvtier.coordinator.returns import Before
 from kvtier.geometry.keys import KeyArray, Text
 from kvtier.machine.errors import StepError
 from kvtier.remote.moves import Seek
@@ -87,7 +87,7 @@ class Tracked:
     named_from: int = 0  # tokens from which windows' blocks are named as they pass
     slack_from: int = 0  # tokens from which they stay, for hits shortly before the prompt's end
     is_guest: bool = False  # others are kept whole instead of its content
-    before: Before = NOTHING  # what it has in common with an earlier text
+    before: Before | None = None  # what it has in common with an earlier text, once that was looked up
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     told: set[int] = field(default_factory=set)  # boundaries to anchor at: its caller says that others will part there
     anchored_at: int = -1  # tokens computed when its anchors were named last
