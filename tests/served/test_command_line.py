@@ -200,9 +200,9 @@ def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPa
         raise BrokenPipeError("a socket of the command's own")
 
     monkeypatch.setattr(cli, "_run", run)
-    with (tmp_path / "out").open("w") as out, contextlib.redirect_stdout(out):
-        with pytest.raises(BrokenPipeError, match="of the command's own"):
-            main(["warmup"])
+    own = pytest.raises(BrokenPipeError, match="of the command's own")
+    with (tmp_path / "out").open("w") as out, contextlib.redirect_stdout(out), own:
+        main(["warmup"])
 
 
 def test_completion_is_asked_only_when_a_shell_asks(monkeypatch: pytest.MonkeyPatch) -> None:
