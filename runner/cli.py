@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from runner.commands import bench, calibrate, demo, explain, plan, remote, serve, verify, warmup
+from runner.commands import bench, calibrate, demo, doctor, explain, plan, remote, serve, verify, warmup
 
 COMPLETING = "_ARGCOMPLETE"
 """The variable by which a shell asks argcomplete."""
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kvtier", description="The KV cache for hybrid-attention language models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command in (demo, verify, plan, calibrate, warmup, serve, explain, bench, remote):
+    for command in (demo, verify, plan, calibrate, warmup, serve, explain, bench, remote, doctor):
         command.add_to(commands)
     return parser
 

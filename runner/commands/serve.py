@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.commands import access_arguments, checks, foreign_flags
 from runner.commands.arguments import above_zero, positive, quiet_transformers
+from runner.display.units import size
 
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
 SWITCH_S = 0.0005
@@ -312,17 +313,29 @@ def _banner(args: argparse.Namespace, needs_key: bool, llm: Any, names: list[str
     told = "" if llm.kv_events is None else f"\nKV events, token ids and all, to whoever asks {llm.kv_events.endpoint}"
     if llm.cache.has_remote:
         told = f"\nstore {args.kv_remote}, namespace {llm.cache.remote_namespace}{told}"
-    tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
+    told = f"{_memory(args, stats)}{told}"
     return "\n".join(
         [
             f"kvtier serves {getattr(args, 'model', 'the bundled model')} as {', '.join(names)} at "
             f"{scheme}://{host}:{port}/v1",
-            f"on {llm.model.device}: contexts of {stats.device_capacity_tokens:,} tokens, {tier}; attention by "
-            f"{llm.model.attention.name}; {'API keys' if key else 'no API key is asked for'}{told}",
+            f"on {llm.model.device}: attention by {llm.model.attention.name}; "
+            f"{'API keys' if key else 'no API key is asked for'}{told}",
             f"curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
             f"-d '{json.dumps(ask)}'",
         ]
     )
+
+
+def _memory(args: argparse.Namespace, stats: Any) -> str:
+    """What K and V may take, and for how many tokens that is; with the option that changes it, where none was given."""
+    rows = [("device", stats.device_bytes, f"contexts of {stats.device_capacity_tokens:,} tokens")]
+    if stats.host_bytes:
+        rows.append(("host", stats.host_bytes, f"a host tier of {stats.host_capacity_tokens:,} tokens"))
+    told = ""
+    for tier, taken, what in rows:
+        given = f"--{tier}-memory" if hasattr(args, f"{tier}_memory") else f"--{tier}-memory sets it"
+        told += f"\n{size(taken)} of {tier} memory ({given}): {what}"
+    return told if stats.host_bytes else f"{told}\nno host tier"
 
 
 def _port(text: str) -> int:

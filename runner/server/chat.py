@@ -48,7 +48,8 @@ class Chats(Generation):
         body = self.body
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return self.served.sampling(body, len(prompt.token_ids), max_tokens=getattr(body, field), field=field, logprobs=top)
+        asked = getattr(body, field)
+        return self.served.sampling(body, len(prompt.token_ids), max_tokens=asked, field=field, logprobs=top)
 
     def opening(self, index: int, prompt: Read, output: RequestOutput) -> list[dict[str, Any]]:
         choice: dict[str, Any] = {

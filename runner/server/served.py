@@ -179,8 +179,10 @@ class Served:
 
     def _too_many(self, prompt_tokens: int, max_tokens: int, field: str) -> ApiError:
         both, left = f"{prompt_tokens + max_tokens:,}", max(1, self.longest - prompt_tokens)
-        message = f"{prompt_tokens:,} tokens of prompt and {field}={max_tokens} are {both} tokens; prompt and answer may "
-        message += f"have {self.longest:,} tokens together, so ask for at most {left:,}"
+        message = (
+            f"{prompt_tokens:,} tokens of prompt and {field}={max_tokens} are {both} tokens; prompt and answer may "
+            f"have {self.longest:,} tokens together, so ask for at most {left:,}"
+        )
         return ApiError(400, message, param=field, code=TOO_LONG)
 
     @property

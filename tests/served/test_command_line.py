@@ -180,7 +180,7 @@ def test_a_flag_that_nobody_has_is_told_with_the_nearest_one(capsys: pytest.Capt
 def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     told = capsys.readouterr().out
-    assert all(name in told for name in ("serve", "verify", "--version"))
+    assert all(name in told for name in ("serve", "verify", "doctor", "--version"))
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
@@ -223,3 +223,9 @@ def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
     env = os.environ | env | {"_ARGCOMPLETE_STDOUT_FILENAME": str(out)}
     subprocess.run([sys.executable, "-m", "kvtier"], env=env, cwd=ROOT, check=True, timeout=300)
     assert "--device-memory" in out.read_text()
+
+
+def test_the_example_for_ray_says_what_it_needs() -> None:
+    code = "import runpy, sys; sys.modules['msgspec'] = None; runpy.run_path('examples/ray_serve.py')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert ran.stderr.strip() == "this example needs msgspec: pip install 'kvtier[events]' 'ray[serve]'"
