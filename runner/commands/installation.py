@@ -50,7 +50,7 @@ _WITH_LOOPS = (
     "remote.sums",
 )
 """Modules that import all loops between them."""
-BLOCK = 16
+PROMPT_TOKENS = 96
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,14 @@ def serve_twice() -> tuple[int, list[str]]:
     """(Tokens that a prompt finds when it comes again in a small cache on the CPU, what the audit finds)."""
     import numpy as np
 
-    from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
+    from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Request, Scheduler
 
-    full = GroupSpec("full", FullAttention(), num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
-    window = GroupSpec("window", SlidingWindow(32), num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    group = GroupSpec("full", FullAttention(), num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     hits: list[int] = []
-    with KVCache(CacheSpec([full, window]), device_bytes="1MiB", host_bytes="1MiB") as cache:
+    with KVCache(CacheSpec([group]), device_bytes="1MiB", host_bytes="1MiB") as cache:
         scheduler = Scheduler(cache, max_batched_tokens=64)
         for name in ("first", "again"):
-            scheduler.add(Request(name, prompt_token_ids=list(range(6 * BLOCK)), max_new_tokens=2))
+            scheduler.add(Request(name, prompt_token_ids=list(range(PROMPT_TOKENS)), max_new_tokens=2))
             while scheduler.has_work():
                 step = scheduler.schedule()
                 for done in scheduler.commit(step, np.zeros(len(step.sample_rows), int)):
