@@ -16,12 +16,15 @@ import tempfile
 import threading
 from typing import Any
 
-import msgspec
-import ray
-import zmq
-from ray import serve
-from ray.serve.config import RequestRouterConfig
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+try:
+    import msgspec
+    import ray
+    import zmq
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+    from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+except ImportError as problem:
+    raise SystemExit(f"this example needs {problem.name}: pip install 'kvtier[events]' 'ray[serve]'") from None
 
 BLOCK_TOKENS = 16
 Prefix = tuple[int, ...]

@@ -69,8 +69,9 @@ def serve(every_s: float) -> None:
 
     from runner import AsyncLLM, needle
     from runner.server.app import create_app
-    from runner.server.lifecycle import Server, bind
+    from runner.server.lifecycle import Server
     from runner.server.settings import Settings
+    from runner.server.sockets import bind
 
     torch.set_num_threads(1)
     with AsyncLLM(needle.weights_path(), device="cpu", device_memory="48MiB", host_memory="48MiB") as llm:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from runner import LLM, SamplingParams
-from runner.model import gguf
+from runner.model.place import find_gguf
 
 Prompts = Sequence[list[int]]
 
@@ -94,7 +94,7 @@ class Continuous:
 def transformers_model(path: Path) -> Any:
     """The same weights in transformers, with PyTorch's attention."""
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    file = gguf.find(path)
+    file = find_gguf(path)
     if file is not None:
         options["gguf_file"] = file.name
         path = file.parent

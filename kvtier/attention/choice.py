@@ -1,6 +1,5 @@
 """Which attention backend a model runs on, and why.
 
-Owns       the names "auto", "flashinfer" and "reference".
 Promises   "auto" picks FlashInfer if it can run the model, else the torch reference, and says why. If "flashinfer"
            cannot run, it raises ``AttentionUnavailable`` with the fix. Both happen before anything is allocated. Some
            failures show only in a trial (kernels that cannot be compiled). They are left to the caller: see
@@ -19,12 +18,11 @@ import torch
 from kvtier.attention import reference
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
+from kvtier.attention.names import check_name
 from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.device import install_extra
-from kvtier.machine.errors import AttentionUnavailable, ConfigError
-from kvtier.machine.integers import shown
+from kvtier.machine.errors import AttentionUnavailable
 
-NAMES = ("auto", "flashinfer", "reference")
 _CAPABILITY = (8, 0)
 
 
@@ -51,12 +49,6 @@ class Machine:
         """This process's. Asks, and allocates nothing."""
         cuda = device.type == "cuda" and torch.cuda.is_available()
         return cls(installed_version(), torch.cuda.get_device_capability(device) if cuda else None)
-
-
-def check_name(attention: object) -> None:
-    """Raises ``ConfigError`` unless there is a choice of this name."""
-    if not isinstance(attention, str) or attention not in NAMES:
-        raise ConfigError(f"attention must be one of {', '.join(NAMES)}, got {shown(attention)}")
 
 
 def choose(

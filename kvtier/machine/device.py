@@ -32,7 +32,7 @@ def resolve_device(device: object) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise DeviceUnavailable(why_no_cuda(name, torch.version.cuda, _driver_version()))
+        raise DeviceUnavailable(why_no_cuda(name, torch.version.cuda, driver_version()))
     count = torch.cuda.device_count()
     if index >= count:
         there = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
@@ -63,7 +63,7 @@ def why_no_cuda(name: str, torch_cuda: str | None, driver: int | None) -> str:
     )
 
 
-def _driver_version() -> int | None:
+def driver_version() -> int | None:
     """The CUDA version of the NVIDIA driver; None without a driver, 0 if it does not say."""
     import ctypes
 

@@ -43,8 +43,8 @@ def add_to(http: Any) -> None:
 
 def read(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``Settings`` that they are. Raises ``ConfigError``."""
-    from kvtier import ConfigError
     from kvtier.cache.kv_events.config import KVEventsConfig
+    from kvtier.machine.errors import ConfigError
 
     keys = _keys(args, "api_key", KEY_VARIABLE)
     found = {
@@ -67,7 +67,7 @@ def read(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _keys(args: argparse.Namespace, name: str, variable: str) -> tuple[str, ...]:
-    from kvtier import ConfigError
+    from kvtier.machine.errors import ConfigError
 
     keys = [*getattr(args, name, []), *os.environ.get(variable, "").split(",")]
     kept = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
@@ -83,7 +83,7 @@ def _list(args: argparse.Namespace, name: str) -> tuple[str, ...]:
         try:
             given = [str(one) for one in json.loads(given[0])]
         except ValueError as problem:
-            from kvtier import ConfigError
+            from kvtier.machine.errors import ConfigError
 
             raise ConfigError(f"--{name.replace('_', '-')} is no JSON list: {problem}") from problem
     return tuple(given)

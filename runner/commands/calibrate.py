@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.commands.arguments import positive, quiet_transformers
+from runner.commands.checks import check_engine, check_file
 
 
 def add_to(commands: Any) -> None:
@@ -27,6 +28,8 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
+    check_engine(args)
+    check_file("--text", args.text)
     from runner.engine.calibrate import calibrate_on_text
     from runner.model.hybrid import HybridModel
     from runner.model.kv_scales import save_scales

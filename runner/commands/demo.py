@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from runner.commands.arguments import add_attention, add_kv_options, positive, quiet_transformers
+from runner.commands.checks import check_engine
 
 
 def add_to(commands: Any) -> None:
@@ -46,6 +47,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
+    check_engine(args)
     from rich.console import Console
 
     console = Console(stderr=True, quiet=args.json)

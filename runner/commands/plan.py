@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from runner.commands.arguments import quiet_transformers
+from runner.commands.checks import check_engine, check_file
 
 
 def add_to(commands: Any) -> None:
@@ -66,6 +67,13 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
+    if args.plot is not None:
+        from runner.display.pictures import check_target
+
+        check_target(args.plot)
+    check_engine(args, config_alone=True)
+    if args.trace is not None:
+        check_file("--trace", args.trace)
     from rich.console import Console
 
     console = Console(stderr=True)

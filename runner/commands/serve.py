@@ -6,11 +6,14 @@ import argparse
 import json
 import logging.config
 import os
+import socket
 import sys
+from importlib.util import find_spec
 from typing import Any
 
-from runner.commands import access_arguments
+from runner.commands import access_arguments, checks, foreign_flags
 from runner.commands.arguments import above_zero, positive, quiet_transformers
+from runner.display.units import size
 
 SECRET_VARIABLE = "KVTIER_KEY_SECRET"
 SWITCH_S = 0.0005
@@ -42,6 +45,7 @@ def add_to(commands: Any) -> None:
     _add_http(serve)
     _add_queue(serve)
     _add_engine(serve)
+    foreign_flags.add_to(serve)
     serve.set_defaults(run=run)
 
 
@@ -132,67 +136,83 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
-    from rich.console import Console
+    settings, options = _check(args)
+    from runner.server.sockets import bind, raise_file_limit
 
-    _check_packages(args)
-    from kvtier import ConfigError
-    from runner.server import logs
-    from runner.server.lifecycle import bind, raise_file_limit
-
-    sys.setswitchinterval(SWITCH_S)
-    console = Console(stderr=True)
-    access = access_arguments.read(args)
     try:
         sock = bind(args.host, args.port)
     except OSError as problem:
+        from kvtier.machine.errors import ConfigError
+
         raise ConfigError(f"cannot listen on {args.host}:{args.port} ({problem.strerror or problem})") from problem
     raise_file_limit(args.max_connections)
+    sys.setswitchinterval(SWITCH_S)
     with sock:
-        with console.status("Importing torch and transformers"):
-            from runner import AsyncLLM, needle
-            from runner.server.app import create_app
-            from runner.server.deadline import GRACE_S, Deadline
-            from runner.server.lifecycle import Server
+        return _serve(args, sock, settings, options)
 
-            quiet_transformers()
-        model = getattr(args, "model", None)
-        names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
-        logging.config.dictConfig(logs.options())
-        with console.status("Loading the model"):
-            llm = AsyncLLM(needle.weights_path() if model is None else model, **_engine_options(args))
-        deadline = Deadline(status=lambda: 0 if llm.death is None else 1)
+
+def _check(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the server and what the engine are told, checked as far as that takes no long import."""
+    from kvtier.machine.errors import ConfigError
+
+    _check_packages(args)
+    checks.check_engine(args)
+    if not all(getattr(args, "served_model_name", ["needle"])):
+        raise ConfigError("--served-model-name: a served name is empty")
+    checks.check_certificate(getattr(args, "ssl_certfile", None), getattr(args, "ssl_keyfile", None))
+    settings = access_arguments.read(args)
+    settings["template"] = _template(getattr(args, "chat_template", None))
+    return settings, _engine_options(args)
+
+
+def _serve(args: argparse.Namespace, sock: socket.socket, settings: dict[str, Any], options: dict[str, Any]) -> int:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("Importing torch and transformers"):
+        from runner import AsyncLLM, needle
+        from runner.server import logs
+        from runner.server.app import create_app
+        from runner.server.deadline import GRACE_S, Deadline
+        from runner.server.lifecycle import Server
+
+        quiet_transformers()
+    model, template = getattr(args, "model", None), settings.pop("template")
+    names = getattr(args, "served_model_name", ["needle" if model is None else str(model)])
+    logging.config.dictConfig(logs.options())
+    with console.status("Loading the model"):
+        llm = AsyncLLM(needle.weights_path() if model is None else model, **options)
+    deadline = Deadline(status=lambda: 0 if llm.death is None else 1)
+    try:
+        _use_template(llm, template)
+        app = create_app(llm, _settings(args, settings, names, llm.inputs.max_tokens))
+        banner = _banner(args, bool(settings["api_keys"]), llm, names, sock.getsockname())
+        server = Server(
+            app,
+            on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
+            deadline=deadline,
+            log_level=args.uvicorn_log_level,
+            access_log=not hasattr(args, "disable_uvicorn_access_log"),
+            ssl_certfile=getattr(args, "ssl_certfile", None),
+            ssl_keyfile=getattr(args, "ssl_keyfile", None),
+        )
         try:
-            _use_template(llm, getattr(args, "chat_template", None))
-            app = create_app(llm, _settings(args, access, names, llm.inputs.max_tokens))
-            banner = _banner(args, bool(access["api_keys"]), llm, names, sock.getsockname())
-            server = Server(
-                app,
-                on_start=lambda: console.print(banner, highlight=False, soft_wrap=True),
-                deadline=deadline,
-                log_level=args.uvicorn_log_level,
-                access_log=not hasattr(args, "disable_uvicorn_access_log"),
-                ssl_certfile=getattr(args, "ssl_certfile", None),
-                ssl_keyfile=getattr(args, "ssl_keyfile", None),
-            )
-            try:
-                server.run(sockets=[sock])
-            finally:
-                app.state.served.close()
-            return 0 if llm.is_running else 1
+            server.run(sockets=[sock])
         finally:
-            llm.close()
-            deadline.within(GRACE_S)
+            app.state.served.close()
+        return 0 if llm.is_running else 1
+    finally:
+        llm.close()
+        deadline.within(GRACE_S)
 
 
 def _check_packages(args: argparse.Namespace) -> None:
     """Raises ``MissingPackage``."""
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as problem:
-        from runner.errors import MissingPackage
+    for name in ("fastapi", "uvicorn"):
+        if find_spec(name) is None:
+            from runner.errors import MissingPackage
 
-        raise MissingPackage(f"kvtier serve needs {problem.name}; pip install 'kvtier[serve]'") from problem
+            raise MissingPackage(f"kvtier serve needs {name}; pip install 'kvtier[serve]'")
     if hasattr(args, "otlp_traces_endpoint"):
         from runner.metrics.tracing import check_installed
 
@@ -200,32 +220,16 @@ def _check_packages(args: argparse.Namespace) -> None:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = {
-        "device": "device",
-        "dtype": "dtype",
-        "kv_cache_dtype": "kv_cache_dtype",
-        "kv_scales": "kv_scales",
-        "device_memory": "device_memory",
-        "host_memory": "host_memory",
-        "block_size": "block_tokens",
-        "max_num_batched_tokens": "max_batched_tokens",
-        "max_num_seqs": "max_running",
-        "attention": "attention",
-        "batch_invariant": "batch_invariant",
-        "kv_events_config": "kv_events_config",
-        "verify": "verify",
-        "grammar_compile_limit": "grammar_limit_s",
-        "max_waiting_requests": "max_waiting_requests",
-        "max_waiting_tokens": "max_waiting_tokens",
-    }
-    found = {ours: getattr(args, theirs) for theirs, ours in names.items() if hasattr(args, theirs)}
+    names = foreign_flags.OPTIONS.items()
+    found = {ours: getattr(args, theirs) for theirs, ours in names if hasattr(args, theirs)}
     found |= _remote_options(args)
     return found | {"cuda_graphs": not hasattr(args, "enforce_eager")}
 
 
 def _remote_options(args: argparse.Namespace) -> dict[str, Any]:
-    from kvtier import ConfigError
     from kvtier.geometry.sizing import parse_bytes
+    from kvtier.machine.errors import ConfigError
+    from kvtier.remote.backends.uri import check_packages, parse_uri
 
     file = getattr(args, "kv_remote_secret_file", None)
     if not hasattr(args, "kv_remote"):
@@ -235,23 +239,18 @@ def _remote_options(args: argparse.Namespace) -> dict[str, Any]:
     if hasattr(args, "host_memory") and not parse_bytes(args.host_memory, "--host-memory"):
         raise ConfigError("--kv-remote needs a host tier, which --host-memory 0 turns off: blocks come from the remote "
                           "into it")  # fmt: skip
+    check_packages(parse_uri(args.kv_remote))
     return {"remote_uri": args.kv_remote, "key_secret": _secret(file)}
 
 
 def _secret(file: str | None) -> bytes:
-    from pathlib import Path
-
-    from kvtier import ConfigError
+    from kvtier.machine.errors import ConfigError
 
     if file is None:
         found = os.environb.get(SECRET_VARIABLE.encode(), b"").strip()  # bytes of any kind
         missing = f"--kv-remote needs a secret: --kv-remote-secret-file, or {SECRET_VARIABLE} in the environment"
     else:
-        try:
-            found = Path(file).read_bytes().strip()
-        except (OSError, ValueError) as problem:
-            why = getattr(problem, "strerror", None) or problem
-            raise ConfigError(f"--kv-remote-secret-file {file}: {why}") from problem
+        found = checks.read_file("--kv-remote-secret-file", file).strip()
         missing = f"--kv-remote-secret-file {file} is empty"
     if not found:
         raise ConfigError(missing)
@@ -280,19 +279,25 @@ def _settings(args: argparse.Namespace, access: dict[str, Any], names: list[str]
     )
 
 
-def _use_template(llm: Any, path: str | None) -> None:
-    from pathlib import Path
-
-    from kvtier import ConfigError
+def _template(path: str | None) -> str | None:
+    from kvtier.machine.errors import ConfigError
 
     if path is None:
+        return None
+    try:
+        return checks.read_file("--chat-template", path).decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"--chat-template {path}: {problem}") from problem
+
+
+def _use_template(llm: Any, template: str | None) -> None:
+    from kvtier.machine.errors import ConfigError
+
+    if template is None:
         return
     if llm.tokenizer is None:
         raise ConfigError("--chat-template: this model has no tokenizer")
-    try:
-        llm.tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"--chat-template {path}: {problem}") from problem
+    llm.tokenizer.chat_template = template
 
 
 def _banner(args: argparse.Namespace, needs_key: bool, llm: Any, names: list[str], address: Any) -> str:
@@ -308,17 +313,29 @@ def _banner(args: argparse.Namespace, needs_key: bool, llm: Any, names: list[str
     told = "" if llm.kv_events is None else f"\nKV events, token ids and all, to whoever asks {llm.kv_events.endpoint}"
     if llm.cache.has_remote:
         told = f"\nstore {args.kv_remote}, namespace {llm.cache.remote_namespace}{told}"
-    tier = f"host tier {stats.host_capacity_tokens:,} tokens" if stats.host_capacity_tokens else "no host tier"
+    told = f"{_memory(args, stats)}{told}"
     return "\n".join(
         [
             f"kvtier serves {getattr(args, 'model', 'the bundled model')} as {', '.join(names)} at "
             f"{scheme}://{host}:{port}/v1",
-            f"on {llm.model.device}: contexts of {stats.device_capacity_tokens:,} tokens, {tier}; attention by "
-            f"{llm.model.attention.name}; {'API keys' if key else 'no API key is asked for'}{told}",
+            f"on {llm.model.device}: attention by {llm.model.attention.name}; "
+            f"{'API keys' if key else 'no API key is asked for'}{told}",
             f"curl {scheme}://{host}:{port}/v1/completions -H 'Content-Type: application/json'{key} "
             f"-d '{json.dumps(ask)}'",
         ]
     )
+
+
+def _memory(args: argparse.Namespace, stats: Any) -> str:
+    """What K and V may take, and for how many tokens that is; with the option that changes it, where none was given."""
+    rows = [("device", stats.device_bytes, f"contexts of {stats.device_capacity_tokens:,} tokens")]
+    if stats.host_bytes:
+        rows.append(("host", stats.host_bytes, f"a host tier of {stats.host_capacity_tokens:,} tokens"))
+    told = ""
+    for tier, taken, what in rows:
+        given = f"--{tier}-memory" if hasattr(args, f"{tier}_memory") else f"--{tier}-memory sets it"
+        told += f"\n{size(taken)} of {tier} memory ({given}): {what}"
+    return told if stats.host_bytes else f"{told}\nno host tier"
 
 
 def _port(text: str) -> int:

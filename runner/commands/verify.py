@@ -14,6 +14,7 @@ from runner.commands.arguments import (
     positive,
     quiet_transformers,
 )
+from runner.commands.checks import check_engine
 
 
 def add_to(commands: Any) -> None:
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
     _check_engine(args)
     if args.engine == "vllm":
         return _run_vllm(args)
+    check_engine(args)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runner.demo.job import Report
-from runner.display.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table, print_text
 
 ANSWER_WIDTH = 16
 
@@ -20,16 +20,19 @@ def show(report: Report, console: Console) -> None:
     print_table(console, _pools(report.stats["cache"]))
     print_table(console, _traffic(report.stats["cache"]["transfers"]))
     attention = report.stats["attention"]
-    console.print(f"attention by {attention['backend']}: {attention['reason']}", highlight=False)
-    console.print(
+    print_text(console, f"attention by {attention['backend']}: {attention['reason']}")
+    print_text(
+        console,
         f"model loaded in {report.load_s:.1f} s (compiled loops ready in {report.warmup_s:.1f} s of that), "
-        f"{len(report.requests)} requests served in {report.wall_s:.1f} s"
+        f"{len(report.requests)} requests served in {report.wall_s:.1f} s",
     )
     if all(served.expected is None for served in report.requests):
-        console.print("Prompts were random tokens, whose answers can only be compared: a question needs a tokenizer.")
+        print_text(
+            console, "Prompts were random tokens, whose answers can only be compared: a question needs a tokenizer."
+        )
     for line in report.violations:
-        console.print(f"[red]invariant broken: {line}")
-    console.print(verdict(report), style="bold green" if report.ok else "bold red")
+        print_text(console, f"invariant broken: {line}", style="red")
+    print_text(console, verdict(report), style="bold green" if report.ok else "bold red")
 
 
 def verdict(report: Report) -> str:

@@ -1,9 +1,13 @@
-"""Tables for a terminal of any width.
+"""Tables and sentences for a terminal of any width.
 
-Promises   nothing is cut off: a table that is wider than the terminal is printed as lines of "name: value".
+Promises   nothing is cut off: a table that is wider than the terminal is printed as lines of "name: value". A number
+           and its unit stay on one line.
 """
 
 from __future__ import annotations
+
+import re
+import textwrap
 
 from rich import box
 from rich.console import Console
@@ -12,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
+_TOGETHER = re.compile(r"(?<=\d) (?=(?:[KMGTP]?i?B|[kMGTP]|m?s|GB/s|[GTP]FLOPs?|tokens|blocks)\b)")
+_HARD_SPACE = "\u00a0"
 
 
 def plain_table(title: str, text: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
@@ -38,3 +44,11 @@ def print_table(console: Console, table: Table) -> None:
             if value:
                 console.print(Padding(Text.from_markup(line), (0, 0, 0, 2 if i else 0)))
         console.print()
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Plain text, without markup; a line ends between words, and not between a number and its unit."""
+    whole = _TOGETHER.sub(_HARD_SPACE, text)
+    lines = textwrap.wrap(whole, console.width, break_on_hyphens=False) or [""]
+    for line in lines:
+        console.print(Text(line.replace(_HARD_SPACE, " "), style=style), highlight=False)

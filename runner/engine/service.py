@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, KVTierError, Request, Scheduler
-from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
+from kvtier.attention.names import check_name
 from kvtier.cache.kv_events.config import KVEventsConfig
 from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.coordinator.running import check_limits
@@ -345,7 +345,7 @@ def _config(model: str | Path | HybridModel, device: str, dtype: Any, attention:
     Raises ``ConfigError`` for an unknown dtype or attention, or if a loaded model has another.
     """
     weights_dtype = checkpoint.torch_dtype(dtype)
-    choice.check_name(attention)
+    check_name(attention)
     if not isinstance(model, HybridModel):
         folder = checkpoint.find_folder(model, ["config.json"])
         return checkpoint.read_config(folder), checkpoint.weights_dtype(folder, dtype, device)

@@ -16,14 +16,13 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -33,12 +32,11 @@ from transformers import (
     AutoTokenizer,
 )
 
-from kvtier.geometry.spec import DTYPE_ALIASES
-from kvtier.machine.errors import ConfigError, UnsupportedModel
+from kvtier.machine.errors import UnsupportedModel
 from kvtier.machine.integers import shown
 from runner.errors import ModelLoadError
-from runner.model import gguf
-from runner.model.gguf_header import Header
+from runner.model import gguf, place
+from runner.model.gguf_header import Header, checked_header
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*"]
@@ -56,21 +54,11 @@ def find_folder(path_or_id: str | Path, files: Sequence[str] = _FILES) -> Path:
     For a GGUF file, or a folder with one and without safetensors, that file. ``files``: patterns of the files wanted
     from the hub.
     """
-    path = _path(path_or_id)
-    if (file := gguf.find(path)) is not None:
-        return file
-    if path.is_dir():
-        return path
+    if (here := place.find_here(path_or_id)) is not None:
+        return here
     name = str(path_or_id)
-    if path.exists() or path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        found = "is neither a folder nor a GGUF file" if path.exists() else "is not there"
-        raise ModelLoadError(
-            f"{name} {found}; give a folder with config.json and *.safetensors, a GGUF file, or a hub id"
-        )
     try:
         return Path(snapshot_download(name, allow_patterns=list(files), ignore_patterns=_OTHER_FORMATS))
-    except HFValidationError as error:
-        raise ModelLoadError(f"{shown(name)} is neither a folder here nor a hub id: {error}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelLoadError(
             f"{shown(name)} is no folder here, and the hub did not give it ({_line(error)}); check the id, "
@@ -85,17 +73,11 @@ def name_of(path_or_id: str | Path, folder: Path) -> str:
     return Path(path_or_id).name if Path(path_or_id).exists() else str(path_or_id)
 
 
-def _path(path_or_id: str | Path) -> Path:
-    if not isinstance(path_or_id, (str, PathLike)) or not str(path_or_id).strip():
-        raise ModelLoadError(f"a model is given as a folder or a hub id, got {shown(path_or_id)}")
-    return Path(path_or_id).expanduser()
-
-
 def find_config(path_or_id: str | Path) -> Any:
     """The transformers config of a folder, a config.json, a GGUF file or a hub id; no weights are read or needed."""
-    path = _path(path_or_id)
+    path = place.given_path(path_or_id)
     for file in (path, path / "config.json"):
-        if file.is_file() and gguf.find(file) is None:
+        if file.is_file() and place.find_gguf(file) is None:
             return _config_of(file)
     return read_config(find_folder(path_or_id, ["config.json"]))
 
@@ -103,9 +85,8 @@ def find_config(path_or_id: str | Path) -> Any:
 def read_config(folder: Path) -> Any:
     """The checkpoint's transformers config; for a GGUF file, from its head."""
     if folder.is_file():
-        return copy.deepcopy(_config_of_gguf(gguf.header(folder)))
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"{folder} has no config.json; give the folder that save_pretrained wrote")
+        return copy.deepcopy(_config_of_gguf(checked_header(folder)))
+    place.check_config_file(folder)
     return _config_of(folder / "config.json")
 
 
@@ -205,7 +186,7 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
             "or check that config.json belongs to these weights"
         )
     if folder.is_file():
-        ends = dict.fromkeys([*eos_token_ids(model), *gguf.end_token_ids(gguf.header(folder))])
+        ends = dict.fromkeys([*eos_token_ids(model), *gguf.end_token_ids(checked_header(folder))])
         model.generation_config.eos_token_id = list(ends) or None
     return model.eval().requires_grad_(False)
 
@@ -301,7 +282,7 @@ def kv_scales(path: Path) -> dict[int, dict[str, Any]] | None:
 
     By model layer, "k" and "v", lists of one number or one per KV head. Raises ``ModelLoadError`` for damaged files.
     """
-    if not path.is_dir() and gguf.find(path) is not None:
+    if not path.is_dir() and place.find_gguf(path) is not None:
         return None
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     found: dict[int, dict[str, Any]] = {}
@@ -336,12 +317,8 @@ def bos_token_id(model: Any) -> int | None:
 
 def torch_dtype(dtype: Any) -> torch.dtype | str:
     """A torch.dtype from a name, a torch.dtype, or None and "auto" (the checkpoint's own)."""
-    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
-        return "auto"
-    name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
-    found = getattr(torch, DTYPE_ALIASES.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"unknown dtype {shown(dtype)}; use float32, float16 or bfloat16")
-    if found.itemsize == 1:
-        raise ConfigError(f'weights cannot be {shown(dtype)}; for K and V in 8 bits use kv_cache_dtype="fp8"')
+    name = place.weights_dtype_name(dtype)
+    if name == "auto":
+        return name
+    found: torch.dtype = getattr(torch, name)
     return found

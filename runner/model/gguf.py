@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint, through transformers' own loader.
 
-Owns       how such a file is found and known, and the refusal of files that this loader would serve wrongly.
+Owns       the refusal of files that this loader would serve wrongly.
 Promises   the file and transformers' config agree about positions, windows and soft caps, or the file is refused: the
            loader passes over unknown keys. Ends of a turn end a text, as in llama.cpp.
 Does not   read weights: checkpoint.py does, with ``arguments``.
@@ -8,7 +8,6 @@ Does not   read weights: checkpoint.py does, with ``arguments``.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,10 +22,8 @@ from transformers.utils import logging
 
 from kvtier.integrations.transformers import text_config
 from kvtier.machine.errors import UnsupportedModel
-from runner.errors import MissingPackage, ModelLoadError
-from runner.model.gguf_header import MAGIC, Header, read_header
+from runner.model.gguf_header import Header, checked_header
 
-_PACKAGES = ("gguf", "accelerate")
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SAME = {
     "attention.sliding_window": "sliding_window",
@@ -43,48 +40,6 @@ _RECIPE = """
     AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={name!r}, dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True)).save_pretrained("converted")
     AutoTokenizer.from_pretrained({folder!r}, gguf_file={name!r}).save_pretrained("converted")"""
-
-
-def find(path: Path) -> Path | None:
-    """The GGUF file at ``path``, or in a folder without safetensors; None if there is none.
-
-    Raises ``ModelLoadError`` for a folder with several.
-    """
-    if path.is_dir():
-        return None if any(path.glob("*.safetensors")) else _only(path)
-    try:
-        with path.open("rb") as file:
-            return path if path.suffix == ".gguf" or file.read(len(MAGIC)) == MAGIC else None
-    except OSError:
-        return None
-
-
-def _only(folder: Path) -> Path | None:
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:4]) + (", ..." if len(found) > 4 else "")
-        raise ModelLoadError(f"{folder} has {len(found)} GGUF files ({names}); name one of them")
-    return found[0] if found else None
-
-
-def header(file: Path) -> Header:
-    """The head of a file that can be loaded here.
-
-    Raises ``MissingPackage`` without the packages that read it, ``ModelLoadError`` for a damaged file or a part of one.
-    """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingPackage(
-            f"{file} is a GGUF file, and to read it {' and '.join(missing)} must be installed: "
-            "pip install 'kvtier[gguf]'"
-        )
-    found = read_header(file)
-    parts = found.metadata.get("split.count", 1)
-    if parts > 1:
-        raise ModelLoadError(
-            f"{file} is one of {parts} parts of a model; join them with llama.cpp's `llama-gguf-split --merge`"
-        )
-    return found
 
 
 @contextmanager
@@ -114,12 +69,12 @@ def default_dtype(device: str) -> torch.dtype:
 
 def weights_bytes(file: Path, dtype: torch.dtype) -> int:
     """Bytes of the weights as ``dtype``."""
-    return sum(tensor.elements for tensor in header(file).tensors) * dtype.itemsize
+    return sum(tensor.elements for tensor in checked_header(file).tensors) * dtype.itemsize
 
 
 def has_tokenizer(file: Path) -> bool:
     """Whether the file brings a vocabulary."""
-    return header(file).metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+    return checked_header(file).metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
 
 
 def refuse_unreadable(found: Header, problem: Exception) -> None:

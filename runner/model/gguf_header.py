@@ -8,6 +8,7 @@ Does not   read weights.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import mmap
 import struct
@@ -16,8 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.errors import ModelLoadError
+from runner.errors import MissingPackage, ModelLoadError
 
+_PACKAGES = ("gguf", "accelerate")
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
@@ -52,6 +54,26 @@ class Header:
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
+def checked_header(file: Path) -> Header:
+    """The head of a file that can be loaded here.
+
+    Raises ``MissingPackage`` without the packages that read it, ``ModelLoadError`` for a damaged file or a part of one.
+    """
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackage(
+            f"{file} is a GGUF file, and to read it {' and '.join(missing)} must be installed: "
+            "pip install 'kvtier[gguf]'"
+        )
+    found = read_header(file)
+    parts = found.metadata.get("split.count", 1)
+    if parts > 1:
+        raise ModelLoadError(
+            f"{file} is one of {parts} parts of a model; join them with llama.cpp's `llama-gguf-split --merge`"
+        )
+    return found
+
+
 def read_header(file: Path) -> Header:
     """The head of ``file``. Raises ``ModelLoadError``."""
     try:
@@ -69,6 +91,8 @@ def _read(file: Path, _changed_ns: int, size: int) -> Header:
                 raise ModelLoadError(f"{file} is no GGUF file: it does not begin with GGUF; fetch it again")
             with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _header(file, _Reader(data, len(MAGIC)))
+    except ModelLoadError:  # an OSError too, which says all that there is to say
+        raise
     except (OSError, EOFError, ValueError, RecursionError, struct.error) as problem:
         raise ModelLoadError(f"{file} is a damaged GGUF file ({problem}); fetch it again") from problem
 

@@ -16,7 +16,6 @@ from typing import Any
 from kvtier import ConfigError
 from kvtier.geometry.spec import DTYPE_BYTES, dtype_name
 from kvtier.machine.integers import shown
-from runner.model import checkpoint
 
 LayerScales = dict[int, dict[str, Any]]
 """Scales by model layer: "k" and "v", each a number or one number per KV head."""
@@ -30,14 +29,31 @@ def read_scales(source: str | Path | Mapping[Any, Any]) -> LayerScales:
     """
     if isinstance(source, Mapping):
         return _by_layer(source, "kv_scales")
+    path = _there(source)
+    if not _has_tensors(path):
+        return _of_json(path)
+    from runner.model import checkpoint  # which imports torch
+
+    found = checkpoint.kv_scales(path)
+    if found is None:
+        raise ConfigError(f"{path} has no tensors named k_scale and v_scale")
+    return found
+
+
+def _there(source: object) -> Path:
     if not isinstance(source, (str, Path)):
         raise ConfigError(f"kv_scales is a path or a mapping from layers to scales, got {type(source).__name__}")
     path = Path(source).expanduser()
-    if path.is_dir() or path.suffix == ".safetensors":
-        found = checkpoint.kv_scales(path)
-        if found is None:
-            raise ConfigError(f"{path} has no tensors named k_scale and v_scale")
-        return found
+    if not path.exists():
+        raise ConfigError(f"kv_scales cannot be read from {path}: No such file or directory")
+    return path
+
+
+def _has_tensors(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".safetensors"
+
+
+def _of_json(path: Path) -> LayerScales:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
@@ -49,13 +65,24 @@ def read_scales(source: str | Path | Mapping[Any, Any]) -> LayerScales:
 
 def check_kv_options(kv_cache_dtype: Any, kv_scales: str | Path | Mapping[Any, Any] | None) -> LayerScales | None:
     """The scales of these options of ``LLM``; ``ConfigError`` for options that no model could be served with."""
+    check_kv_names(kv_cache_dtype, kv_scales is not None)
+    return None if kv_scales is None else read_scales(kv_scales)
+
+
+def check_kv_text(kv_cache_dtype: str | None, kv_scales: str | None) -> None:
+    """Raises what ``check_kv_options`` would, as far as no tensors need be read for it."""
+    check_kv_names(kv_cache_dtype, kv_scales is not None)
+    if kv_scales is not None and not _has_tensors(path := _there(kv_scales)):
+        _of_json(path)
+
+
+def check_kv_names(kv_cache_dtype: Any, has_scales: bool) -> None:
+    """Raises ``ConfigError`` for a dtype that kvtier does not store, and for scales of one that takes none."""
+    is_narrow = False
     if kv_cache_dtype not in (None, "auto"):
-        name = dtype_name(kv_cache_dtype, "kv_cache_dtype")
-        if kv_scales is None or DTYPE_BYTES[name] == 1:
-            return None if kv_scales is None else read_scales(kv_scales)
-    if kv_scales is not None:
+        is_narrow = DTYPE_BYTES[dtype_name(kv_cache_dtype, "kv_cache_dtype")] == 1
+    if has_scales and not is_narrow:
         raise ConfigError('kv_scales are for K and V in 8 bits: use kv_cache_dtype="fp8" with them')
-    return None
 
 
 def save_scales(scales: LayerScales, path: str | Path) -> None:

@@ -16,8 +16,8 @@ from kvtier.machine.integers import shown
 from runner.bench.replay.bound import Whole, measure
 from runner.bench.replay.serve import Found, serve
 from runner.bench.replay.trace import read
+from runner.display.units import size
 from runner.plan.report import MemoryHits, TracePlan
-from runner.plan.units import size
 
 FACTORS = 1, 2, 4
 MOST_AT_ONCE = 4096

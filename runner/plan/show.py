@@ -7,11 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.geometry.spec import DTYPE_BYTES
-from runner.display.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table, print_text
+from runner.display.units import count, flop, numerous, seconds, size, tokens_of
 from runner.plan.report import Plan
 from runner.plan.show_hits import hits_notes, hits_table
 from runner.plan.show_remote import break_even, holds_table, remote_notes, remote_table
-from runner.plan.units import count, flop, numerous, seconds, size, tokens_of
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -26,7 +26,7 @@ def show(plan: Plan, console: Console) -> None:
     if plan.trace is not None:
         print_table(console, hits_table(plan.trace))
     for line in [*_limits(plan), "", *_notes(plan)]:
-        console.print(escape(line), highlight=False)
+        print_text(console, line)
 
 
 def _groups(plan: Plan) -> Table:

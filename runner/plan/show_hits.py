@@ -6,8 +6,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from runner.display.tables import plain_table
+from runner.display.units import count, size
 from runner.plan.report import MemoryHits, TracePlan
-from runner.plan.units import count, size
 
 
 def hits_table(trace: TracePlan) -> Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 
 from runner.display.tables import plain_table
+from runner.display.units import count, digits, seconds, size, tokens_of
 from runner.plan.report import Plan, RemotePlan
-from runner.plan.units import count, digits, seconds, size, tokens_of
 
 
 def remote_table(plan: Plan, remote: RemotePlan) -> Table:

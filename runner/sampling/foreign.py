@@ -1,8 +1,9 @@
 """Names of other engines: what is said of them, and the values that change nothing here.
 
 Owns       ``Foreign``, a row of each door's table: sampling parameters (below), ``LLM``'s options
-           (``engine.options``), fields of HTTP requests (``server.protocol``).
+           (``engine.foreign``), fields of HTTP requests (``server.protocol``).
 Promises   an unknown parameter is refused by name, with its substitute; only a value that changes nothing passes.
+           Importing it takes no time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
-
-from kvtier.machine.errors import InvalidRequest
-from kvtier.machine.integers import shown
 
 
 class Foreign(NamedTuple):
@@ -87,6 +85,8 @@ def refusing_by_name(cls: type[_Params]) -> type[_Params]:
         allowed = {name for name in PARAMETERS.keys() & others if PARAMETERS[name].allows(others[name])}
         refused = [_refusal(name, own) for name in sorted(others.keys() - allowed)]
         if refused:
+            from kvtier.machine.errors import InvalidRequest  # late: the command line has this table too
+
             raise InvalidRequest(f"{'; '.join(refused)}. {cls.__name__} takes {', '.join(own)}")
         init(self, *args, **options)
 
@@ -97,5 +97,7 @@ def refusing_by_name(cls: type[_Params]) -> type[_Params]:
 def _refusal(name: str, own: Sequence[str]) -> str:
     if name in PARAMETERS:
         return f"{name} {PARAMETERS[name].said}"
+    from kvtier.machine.integers import shown
+
     near = get_close_matches(name.lower(), own, n=1)
     return f"there is no option {shown(name)}" + (f" (is it {near[0]}?)" if near else "")

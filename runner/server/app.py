@@ -37,7 +37,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def create_app(llm: AsyncLLM, settings: Settings) -> FastAPI:
     """An app that serves ``llm``; the caller closes ``llm``."""
-    app = FastAPI(title="kvtier", version=_version(), responses=_ERRORS)
+    app = FastAPI(title="kvtier", version=_version(), responses=_ERRORS, docs_url=None, redoc_url=None)  # of a CDN
     app.router.route_class = JsonRoute
     llm.metrics = Metrics(llm, settings.names[0])
     app.state.served = served = Served(llm, settings, llm.metrics)

@@ -46,9 +46,10 @@ class Chats(Generation):
 
     def params(self, prompt: Read) -> SamplingParams:
         body = self.body
-        given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         top = (body.top_logprobs or 0) if body.logprobs else None
-        return self.served.sampling(body, len(prompt.token_ids), max_tokens=given, logprobs=top)
+        asked = getattr(body, field)
+        return self.served.sampling(body, len(prompt.token_ids), max_tokens=asked, field=field, logprobs=top)
 
     def opening(self, index: int, prompt: Read, output: RequestOutput) -> list[dict[str, Any]]:
         choice: dict[str, Any] = {

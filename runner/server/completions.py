@@ -39,7 +39,8 @@ class Completions(Generation):
         return self.served.sampling(
             body,
             len(prompt.token_ids),
-            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+            max_tokens=None if body.max_tokens is None else max(1, body.max_tokens),
+            default=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=of_prompt,
         )

@@ -73,8 +73,10 @@ def as_api_error(problem: BaseException, fields: Sequence[str] = ()) -> ApiError
         return problem
     if isinstance(problem, RequestTooLarge):
         blocks = {"needs": problem.needs, "have": problem.have, "longest": problem.longest}
-        known = "" if problem.longest is None else f"; the longest prompt that fits has {problem.longest:,} tokens"
-        message = f"the prompt can never fit: needs {_plain(problem.needs)} have {_plain(problem.have)} blocks{known}"
+        message = "the prompt can never fit"
+        if problem.longest is not None:
+            message = f"the longest prompt that fits has {problem.longest:,} tokens, and this one has more"
+        message += f" (it needs {_plain(problem.needs)} blocks, and there is room for {_plain(problem.have)})"
         return ApiError(400, message, param="prompt", code=TOO_LONG, more=blocks)
     if isinstance(problem, Overloaded):
         return ApiError(429, str(problem), code="overloaded", retry_after_s=problem.retry_after_s)

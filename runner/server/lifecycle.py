@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from runner.server.throughput import Throughput
 
 log = logging.getLogger("kvtier.server")
 
-_OTHER_FILES = 512
 _LEAST_BACKLOG = 128
 """Connections that the kernel keeps until they are accepted. Clients that find no room try again after seconds."""
 _TELL_S = 3.0
@@ -145,31 +143,3 @@ class Server(uvicorn.Server):
         self.served.admission.drains_by_s = self.served.admission.drains_by_s or 0.0
         await self.served.admission.cut_off(self.served.llm.abort)
         self.should_exit = self.force_exit = True
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address, so that it is known to be free before weights are read.
-
-    Raises ``OSError``.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def raise_file_limit(connections: int) -> None:
-    """Lets this process have as many files open as ``connections`` take, as far as it may.
-
-    They take twice their number: as many again may be accepted before the first of them can be closed.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * connections + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -177,6 +177,14 @@ class Served:
         message = f"the prompt has {tokens} tokens; the longest prompt that fits has {self._longest_prompt:,}"
         return ApiError(400, message, param="prompt", code=TOO_LONG, more={"longest": self._longest_prompt})
 
+    def _too_many(self, prompt_tokens: int, max_tokens: int, field: str) -> ApiError:
+        both, left = f"{prompt_tokens + max_tokens:,}", max(1, self.longest - prompt_tokens)
+        message = (
+            f"{prompt_tokens:,} tokens of prompt and {field}={max_tokens} are {both} tokens; prompt and answer may "
+            f"have {self.longest:,} tokens together, so ask for at most {left:,}"
+        )
+        return ApiError(400, message, param=field, code=TOO_LONG)
+
     @property
     def _longest_prompt(self) -> int:
         return self.room if self.limit is None else min(self.limit - 1, self.room)
@@ -184,17 +192,26 @@ class Served:
     # --- sampling ---------------------------------------------------------------------------------
 
     def sampling(
-        self, body: SamplingBody, prompt_tokens: int, *, max_tokens: int | None, logprobs: int | None, **more: Any
+        self,
+        body: SamplingBody,
+        prompt_tokens: int,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        default: int | None = None,
+        field: str = "max_tokens",
+        **more: Any,
     ) -> SamplingParams:
-        """The engine's parameters. ``max_tokens`` None: as many as there is room for behind ``prompt_tokens``.
+        """The engine's parameters. ``max_tokens``: what ``field`` asks for; None: ``default``, or as many as there is
+        room for behind ``prompt_tokens``.
 
         Raises ``InvalidRequest`` and ``ApiError`` 400.
         """
-        room = max(1, self.longest - prompt_tokens)
+        room = self.longest - prompt_tokens
         if max_tokens is None:
-            max_tokens = room
-        elif self.limit is not None:
-            max_tokens = max(1, min(max_tokens, self.limit - prompt_tokens))
+            max_tokens = max(1, room if default is None else min(default, room))
+        elif room >= 0 and max_tokens > max(1, room):  # a prompt that is too long itself is told so later
+            raise self._too_many(prompt_tokens, max_tokens, field)
         form = form_asked_for(body)
         asked = {name: getattr(body, name) for name in _SHARED} | {
             "max_tokens": max_tokens,

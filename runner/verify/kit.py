@@ -197,6 +197,8 @@ class _Kit:
             model_id=self._model.name,
             **options,
         )
+        if faults is not None:
+            cache.core.coordinator.connector.news.logs = False  # copies fail because they are told to
         return cache, made[0] if made else None
 
     def _simulates(self) -> bool:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runner.display.tables import plain_table, print_table
+from runner.display.tables import plain_table, print_table, print_text
 from runner.verify.compare import Difference
 from runner.verify.report import Report, Result, Status
 
@@ -18,19 +18,19 @@ def show(report: Report, console: Console) -> None:
     print_table(console, _scenarios(report))
     lengths = ", ".join(f"{n:,}" for n in report.prompt_tokens)
     bits = "no bit" if report.repeats else "(no bit is not demanded: this forward does not repeat itself)"
-    console.print(
+    print_text(
+        console,
         f"Prompts of {lengths} tokens in chunks of {report.chunk_tokens:,}, {report.new_tokens} new tokens each. "
         "Device and host: prompt tokens found there; loads: blocks; failed: copies. Limit to the difference of logits: "
         f"{bits} where every step computes what one of the cold run's did; elsewhere {report.tolerance:g} "
         f"({report.dtype}) of the largest logit, since other chunks and batches round otherwise.",
-        highlight=False,
     )
-    console.print(f"Attention by {report.attention['backend']}: {report.attention['reason']}.", highlight=False)
-    console.print(graphs(report), highlight=False)
+    print_text(console, f"Attention by {report.attention['backend']}: {report.attention['reason']}.")
+    print_text(console, graphs(report))
     for result in report.results:
         for line in problems(result):
-            console.print(f"[red]{result.name}: {escape(line)}", highlight=False)
-    console.print(verdict(report), style="bold green" if report.ok else "bold red", highlight=False)
+            print_text(console, f"{result.name}: {line}", style="red")
+    print_text(console, verdict(report), style="bold green" if report.ok else "bold red")
 
 
 def verdict(report: Report) -> str:

@@ -17,9 +17,9 @@ from kvtier import CacheSpec, ConfigError
 from kvtier.geometry import capacity
 from kvtier.geometry.sizing import layout_of
 from runner.cli import main
+from runner.display.units import count, seconds, size
 from runner.needle import weights_path
 from runner.plan import Options, run
-from runner.plan.units import count, seconds, size
 
 MEMORY = ["--device-memory", "80GiB", "--host-memory", "200GiB"]
 

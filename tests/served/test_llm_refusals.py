@@ -13,7 +13,7 @@ import torch
 
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
 from runner import LLM, ModelLoadError, SamplingParams
-from runner.engine import memory, options
+from runner.engine import foreign, memory, options
 from runner.model import checkpoint
 from runner.model.hybrid import HybridModel
 from runner.needle import make_prompt, weights_path
@@ -179,7 +179,7 @@ def test_what_llm_does_not_take_is_named_with_what_to_use_instead(given: dict[st
 
 def test_what_says_how_it_is_here_is_taken(model: HybridModel) -> None:
     LLM(model, "cpu", SMALL, 0, tensor_parallel_size=1, enable_prefix_caching=True, trust_remote_code=False).close()
-    for name in options.FOREIGN:
+    for name in foreign.FOREIGN:
         assert name not in options.CACHE_OPTIONS and name not in inspect.signature(LLM).parameters
 
 

@@ -17,8 +17,9 @@ from patience import PATIENCE_S
 from runner import AsyncLLM
 from runner.server.app import create_app
 from runner.server.deadline import Deadline
-from runner.server.lifecycle import Server, bind
+from runner.server.lifecycle import Server
 from runner.server.settings import Settings
+from runner.server.sockets import bind
 
 for _step in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, _step, PATIENCE_S)  # httpx's own is 5 s

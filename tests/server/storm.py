@@ -45,8 +45,9 @@ def serve(options: argparse.Namespace) -> int:
     from kvtier.testing.faulty import FaultyLink
     from runner import AsyncLLM, needle
     from runner.server.app import create_app
-    from runner.server.lifecycle import Server, bind, raise_file_limit
+    from runner.server.lifecycle import Server
     from runner.server.settings import Settings
+    from runner.server.sockets import bind, raise_file_limit
 
     raise_file_limit(4096)
     link = FaultyLink(engine_factory(None, "cpu", True), Faults(fail=options.failing))

@@ -65,7 +65,27 @@ def test_the_length_that_was_set_is_the_longest(guarded: httpx.Client) -> None:
         return guarded.post("/v1/completions", json=body, headers={"Authorization": "Bearer first"})
 
     assert told(64).json()["error"]["code"] == "context_length_exceeded"
-    assert told(60, max_tokens=100).json()["usage"]["completion_tokens"] == 4
+    assert told(60, max_tokens=4).json()["usage"]["completion_tokens"] == 4
+    assert told(60).json()["usage"]["completion_tokens"] == 4, "nobody has asked for the default of 16"
+    beyond = told(60, max_tokens=5)
+    assert beyond.status_code == 400
+    error = beyond.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert error["message"].startswith("60 tokens of prompt and max_tokens=5 are 65 tokens; ")
+    assert "64 tokens" in error["message"] and "at most 4" in error["message"]
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_may_not_ask_for_more_than_fits(guarded: httpx.Client, field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "w1"}], field: 300_000}
+    told = guarded.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer first"})
+    assert told.status_code == 400 and told.json()["error"]["param"] == field
+    assert f"{field}=300000" in told.json()["error"]["message"]
+
+
+def test_nobody_is_sent_elsewhere_for_the_pages_of_the_documents(web: httpx.Client) -> None:
+    """FastAPI's /docs and /redoc load scripts from a CDN."""
+    assert [web.get(path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404, 404, 200]
 
 
 def test_only_so_many_are_open_at_once(running: Running) -> None:

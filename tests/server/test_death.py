@@ -23,7 +23,7 @@ from server.mortal import dies
 from server.running import serving
 
 ASK = {"prompt": "w1 w2", "max_tokens": 2, "ignore_eos": True}
-ENDLESS = ASK | {"max_tokens": 20_000, "stream": True}
+ENDLESS = ASK | {"max_tokens": 5_000, "stream": True}
 
 
 def kill(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:

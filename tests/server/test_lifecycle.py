@@ -140,7 +140,8 @@ def test_the_command_serves_and_ends_on_sigterm() -> None:
                 assert line, told
                 told += line
             url = re.search(r"http://127\.0\.0\.1:\d+/v1", told)[0]
-            assert "contexts of" in told
+            assert "16.0 MiB of device memory (--device-memory): contexts of" in told
+            assert "no host tier" in told
             with openai.OpenAI(base_url=url, api_key="secret", max_retries=5) as client:
                 for _ in range(2000):
                     try:

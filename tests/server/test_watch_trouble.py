@@ -119,7 +119,7 @@ def test_a_dead_engine_is_told_with_its_reason_and_who_comes_later_pushes_nobody
         finished = running.server.served.finished
         assert web.post("/v1/completions", json=ASK, timeout=60).status_code == 200
         assert Snapshots(running.server.served, finished).rest()["death"] is None
-        body = ASK | {"max_tokens": 20_000, "stream": True}
+        body = ASK | {"max_tokens": 5_000, "stream": True}
         with web.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "cut"}, timeout=60) as cut:
             lines = cut.iter_lines()
             next(lines)

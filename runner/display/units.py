@@ -1,4 +1,4 @@
-"""Numbers as a plan shows them: three digits and a unit."""
+"""Numbers as people are shown them: three digits and a unit."""
 
 from __future__ import annotations
 
