@@ -25,6 +25,7 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.tracked import ForTransfer, ForTwin, State, Tracked, Wait
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.machine.journal import SentBack, Waits
+from kvtier.pools.block_pool import Col
 from kvtier.remote.moves import SeekState
 
 Counts = npt.NDArray[np.int64]
@@ -32,10 +33,12 @@ Counts = npt.NDArray[np.int64]
 _LOADING, _FRESH, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.FRESH), int(Phase.PREFILL), int(Phase.DECODE)
 
 MARGIN = 3
-"""A request whose content was pushed out is admitted beside room for so many more of its size, since others' content
-would be pushed out for it next ..."""
+"""A request whose content was pushed out is admitted beside room for so many more of its size: content of others would
+be pushed out for it next."""
 MOST_MARGIN = 4
-"""... but for no more than one in so many blocks."""
+"""The room is at most one in so many blocks."""
+MOST_LOOKS = 512
+"""It is looked at so often in vain at most."""
 
 _NOTHING: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
@@ -208,7 +211,7 @@ class Admission:
             need += room.next_blocks(ahead)
         used = self._pools.live + room.promised(rows)
         if self._pools.fits(used + need):
-            more = self._margin(seq, match, need, used, entries) if self._roster.running else None
+            more = self._margin(seq, match, need, used) if self._roster.running else None
             if more is not None:
                 return room.shortage(need + more, used)
             return match, [] if self._roster.has_free_row else self._givers(seq, entries)[:1], ROWS
@@ -222,14 +225,23 @@ class Admission:
             self._finish(seq, "capacity")  # blocks are quarantined, and the rest will never suffice
         return room.shortage(need, used)
 
-    def _margin(self, seq: Tracked, match: Match, need: Counts, used: Counts, entries: Entries) -> Counts | None:
+    def _margin(self, seq: Tracked, match: Match, need: Counts, used: Counts) -> Counts | None:
         """Blocks that the request waits for besides those that it needs, while others run: most of its content is gone,
-        and content of others would go for it. None if it need not wait, since so many are free, or since it comes
-        before one that runs."""
-        more: Counts = np.minimum(MARGIN * need, self._pools.usable // MOST_MARGIN)
-        if self._pools.fits(used + need + more) or seq.preemptions or self._givers(seq, entries):
+        and content of others would go for it. None if so many are free, or if it need not wait."""
+        pools, more = self._pools, MARGIN * need
+        if pools.shared:
+            slabs = float((more / pools.column(Col.PER_SLAB)).sum())
+            more = (more * min(1.0, len(pools.arrays.slabs) / MOST_MARGIN / max(1.0, slabs))).astype(np.int64)
+        else:
+            more = np.minimum(more, pools.usable // MOST_MARGIN)
+        if pools.fits(used + need + more) or seq.has_begun or self._roster.younger(seq):
             return None
-        return more if self._coordinator.retention.has_lost(seq, match) else None
+        if seq.looks >= MOST_LOOKS or all(pools.num_spare(g) >= n for g, n in enumerate(need)):
+            return None
+        if not self._coordinator.retention.has_lost(seq, match):
+            return None
+        seq.looks += 1
+        return more
 
     def _make_way(self, seq: Tracked, match: Match, victims: list[Tracked], cause: SentBack) -> Match:
         """Preempts the victims without giving up blocks of the hit. Returns the hit, with a ``hold`` on it.

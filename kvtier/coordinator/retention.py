@@ -15,12 +15,14 @@ Columns, flags and signs of that name say which blocks it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
 from kvtier.coordinator.match import Match
-from kvtier.coordinator.returns import NEVER, NOTHING, Returns, TextBytes
+from kvtier.coordinator.returns import NEVER, NOTHING, Bytes, Returns, TextBytes
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.options import StoreMode
@@ -28,6 +30,8 @@ from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import BlockPools, Col, Ids
 
+LONG = 2**17
+"""Tokens of a text that is mostly full attention's."""
 MOST_TOLD = 32
 """Of a request's boundaries: the last ones."""
 
@@ -52,7 +56,8 @@ class Retention:
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self._host = host
         self._sizes = TextBytes(spec.groups)
-        self.returns = Returns(self._sizes, spec.hit_tokens, spec.hash_tokens)
+        whole = self._room(self._sizes.of(LONG), 0)
+        self.returns = Returns(self._sizes, spec.hit_tokens, spec.hash_tokens, whole)
         """What came back, and after how much else."""
 
     # --- a request's way --------------------------------------------------------------------------
@@ -67,7 +72,7 @@ class Retention:
         """
         n, known, stop = match.num_tokens, self.boundaries, match.num_tokens
         hit, full = (self._key(seq, n), n) if n else None, match.full_tokens if self._has_full else n
-        if not seq.preemptions:  # else it finds what it has left itself
+        if not seq.has_begun:  # else it finds what it has left itself
             known.learn(hit, (self._key(seq, full), full) if full > n else None)
         length = len(seq.tokens)
         last = min(self.last_boundaries(length))
@@ -82,10 +87,11 @@ class Retention:
         if seq.request.boundaries:
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
-        stem = 0 if seq.preemptions else self._note_return(seq, length, n, full, is_all)
+        stem = 0 if seq.has_begun else self._note_return(seq, length, n, full, is_all)
         gone = NEVER if not stem or self.returns.tails_pay else max(n, stem)
         cold = (n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, gone)
         self._tables.arrays.superseded[seq.row] = cold
+        seq.has_begun = True
 
     def _note_return(self, seq: Tracked, length: int, hit: int, full: int, is_all: bool) -> int:
         """Learns what it has in common with earlier texts, and after how much else it comes. Returns its stem's
@@ -94,23 +100,27 @@ class Retention:
         If the stem is no longer there, it is kept now as it is where prompts are seen to part.
         """
         each, unit = self._sizes.of(length), self._spec.hit_tokens
-        room = 0.0
-        if self._host is not None:
-            room += self._sizes.room(self._host, each)
-        if not self._mode.keeps_copies:  # else what is on the device is in the host too
-            room += self._sizes.room(self._pools, each, self._pools.column(Col.HELD))
+        room = self._room(each, self._pools.column(Col.HELD))
         is_guest, seq.before = self.returns.begin(seq.keys, hit // unit, room, float(each.sum()))
         seq.is_guest = is_guest and is_all
-        stem = seq.before.stem * unit
+        stem = 0 if seq.before.goes_on else seq.before.units * unit
         if self._local and stem > full:
             seq.branches.add(stem)
         return stem
 
+    def _room(self, each: Bytes, held: Any) -> float:
+        """Bytes for texts of which ``each`` group has such a part, beside the blocks that are ``held``, by group."""
+        room = 0.0 if self._host is None else self._sizes.room(self._host, each)
+        if not self._mode.keeps_copies:  # else what is on the device is in the host too
+            room += self._sizes.room(self._pools, each, held)
+        return room
+
     def has_lost(self, seq: Tracked, match: Match) -> bool:
-        """Whether most of what the waiting request has in common with an earlier text is no longer there."""
+        """Whether a hit is less than half of what the waiting request has in common with an earlier text."""
         if seq.before is None:  # each step asks anew
             seq.before = self.returns.known(seq.keys)
-        return 2 * match.num_tokens < seq.before.units * self._spec.hit_tokens
+        unit = self._spec.hit_tokens
+        return 2 * match.num_tokens < min(seq.before.units, (len(seq.tokens) - 1) // unit) * unit
 
     def _told(self, seq: Tracked, hit: int) -> set[int]:
         """The boundaries beyond the hit that the request's caller has told of, if it is worth to keep them."""

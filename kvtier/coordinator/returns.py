@@ -112,7 +112,9 @@ NOTHING = Before()
 class Returns:
     """Of one cache. Its hits are whole *units* of ``hit_tokens``; a unit has a key for each ``hash_tokens``."""
 
-    def __init__(self, sizes: TextBytes, hit_tokens: int, hash_tokens: int) -> None:
+    def __init__(self, sizes: TextBytes, hit_tokens: int, hash_tokens: int, whole: float = 0.0) -> None:
+        """``whole``: bytes for texts if nothing runs; the greatest capacity so far, if that is more."""
+        self._whole = whole
         self._sizes_of = sizes
         self._unit = hit_tokens
         self._links = hit_tokens // hash_tokens
@@ -127,15 +129,16 @@ class Returns:
         self._oldest = 0  # of those whose tails may still be asked for
         self._tails_used, self._tails_unused = 0.0, 0.0  # fading
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
-        self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # tokens of prompts that came back, by distance
+        self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
 
     def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, Before]:
-        """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts;
-        ``size``: its own. Returns whether it is a guest, and what it has in common with earlier texts."""
+        """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts beside what
+        runs; ``size``: its own. Returns whether it is a guest, and what it has in common with earlier texts."""
         before, num_units = self.known(keys), len(keys) // self._links
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
-        self._note_tails(before, capacity)
+        self._whole = max(self._whole, capacity)
+        self._note_tails(before)
         if before.text < 0:
             is_there = 2 * hit_units >= num_units > 0
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
@@ -151,16 +154,15 @@ class Returns:
         """What a request with these keys has in common with an earlier text."""
         highs = keys[self._links - 1 :: self._links, 1]
         found = self._places[(highs % np.uint64(NAMES)).astype(np.int64)]
-        known = np.flatnonzero(found & ~NUMBER == highs & ~NUMBER)
+        age = (np.uint64(self._count) - (found & NUMBER)) & NUMBER
+        known = np.flatnonzero((found & ~NUMBER == highs & ~NUMBER) & (age > 0) & (age <= min(TEXTS, self._count)))
         if not len(known):
             return NOTHING
         units = int(known[-1]) + 1
-        text = self._count - (self._count - int(found[units - 1] & NUMBER)) % (int(NUMBER) + 1)
-        if text < self._count - TEXTS or text == self._count:
-            return NOTHING
+        text = self._count - int(age[units - 1])
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
-        goes_on = prompt - self._slack <= units <= prompt or units >= end - 1
-        return Before(text, units, goes_on and units > int(self._common[text % TEXTS]))
+        goes_on = prompt - self._slack <= units <= prompt or units >= end - max(1, 2 * self._slack)  # newer names may
+        return Before(text, units, goes_on and units > int(self._common[text % TEXTS]))  # have taken the last places
 
     def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
         """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""
@@ -188,18 +190,18 @@ class Returns:
         known = self._tails_used + self._tails_unused
         return self._tails_unused < EVIDENCE * FADES**EVIDENCE or self._tails_used > PAYS * known
 
-    def _note_tails(self, before: Before, capacity: float) -> None:
+    def _note_tails(self, before: Before) -> None:
         """Counts the tail that is asked for again now, and those that nobody comes back to any more."""
         t = before.text % TEXTS
         if before.text >= 0 and 0 < self._stem[t] < before.units and not self._is_used[t]:
             self._is_used[t] = True
             self._tails_used += 1
-        while self._oldest < self._count and (
-            self._oldest <= self._count - TEXTS or self._used_since(self._oldest) > UNUSED * capacity
-        ):
-            t, is_known = self._oldest % TEXTS, self._oldest >= self._count - TEXTS
-            self._oldest += 1
-            if is_known and self._stem[t] and not self._is_used[t]:
+        self._oldest = max(self._oldest, self._count - TEXTS)
+        used = self._used_since(self._oldest)
+        while self._oldest < self._count and used > UNUSED * self._whole:
+            t, self._oldest = self._oldest % TEXTS, self._oldest + 1
+            used -= float(self._sizes[self._oldest % TEXTS])
+            if self._stem[t] and not self._is_used[t]:
                 self._tails_used, self._tails_unused = FADES * self._tails_used, FADES * self._tails_unused + 1
 
     def _wins(self, keys: KeyArray) -> bool:

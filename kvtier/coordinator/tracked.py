@@ -88,6 +88,8 @@ class Tracked:
     slack_from: int = 0  # tokens from which they stay, for hits shortly before the prompt's end
     is_guest: bool = False  # others are kept whole instead of its content
     before: Before | None = None  # what it has in common with an earlier text, once that was looked up
+    has_begun: bool = False  # was admitted before
+    looks: int = 0  # in vain, since room to spare was lacking
     branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
     told: set[int] = field(default_factory=set)  # boundaries to anchor at: its caller says that others will part there
     anchored_at: int = -1  # tokens computed when its anchors were named last

@@ -251,12 +251,13 @@ class HostText:
         """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room
         is spare."""
         stores, names, last = self._parts.stores, self._names(groups, at), np.zeros(len(at), bool)
+        tail = self._tail
         if self._has_ended and not self._pays(End.ANSWER) and not self._pays(End.PASSED):
-            self._tail = min(self._tail, self._prompt_end)
-        if self._tail < NEVER:
+            tail = min(tail, self._prompt_end)
+        if tail < NEVER:
             kinds = np.array([group.attention.kind is Kind.FULL for group in self._parts.spec.groups])
             tokens = np.array([group.block_tokens for group in self._parts.spec.groups])
-            last = kinds[groups] & (at >= self._tail // tokens[groups])
+            last = kinds[groups] & (at >= tail // tokens[groups])
         stores.touch_or_store(groups[~last], blocks[~last], names[~last], np.zeros(int((~last).sum()), bool))
         stores.fill_spare(groups[last], blocks[last], names[last])
 

@@ -136,7 +136,7 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
         assert before == (Before(tail - 1, 10) if tail else Before())
         known.end(keys, 13, 16, before)
     assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == Before(1, 16, goes_on=True)  # an answer's end
-    for cut, goes_on in (12, True), (13, True), (14, False), (15, True), (11, False):
+    for cut, goes_on in (12, True), (13, True), (14, True), (15, True), (11, False):
         assert known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1] == Before(1, cut, goes_on), cut
 
 

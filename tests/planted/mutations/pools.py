@@ -291,8 +291,8 @@ MUTATIONS = (
         "core/coordinator/returns",
         (
             "Returns._note_tails",
-            "self._used_since(self._oldest) > UNUSED * capacity",
-            "self._used_since(self._oldest) > 0",
+            "used > UNUSED * self._whole",
+            "used > 0",
         ),
     ),
     mutation(
@@ -325,7 +325,7 @@ MUTATIONS = (
         "I21",
         "requests whose content has gone are let in as soon as they fit, and the content of others goes for them",
         "core/coordinator/margin",
-        ("Admission._margin", "more if self._coordinator.retention.has_lost(seq, match) else None", "None"),
+        ("Admission._margin", "not self._coordinator.retention.has_lost(seq, match)", "True"),
     ),
     mutation(
         "a_margin_with_nobody_running",
@@ -334,8 +334,8 @@ MUTATIONS = (
         "core/coordinator/margin",
         (
             "Admission._find_room",
-            "self._margin(seq, match, need, used, entries) if self._roster.running else None",
-            "self._margin(seq, match, need, used, entries)",
+            "self._margin(seq, match, need, used) if self._roster.running else None",
+            "self._margin(seq, match, need, used)",
         ),
     ),
 )
