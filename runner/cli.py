@@ -24,10 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as problem:
         from kvtier.machine.errors import KVTierError  # late, since it takes seconds to import
+        from runner.errors import of_missing
 
-        if not isinstance(problem, KVTierError):
+        told = problem if isinstance(problem, KVTierError) else of_missing(problem, f"kvtier {given[0]}")
+        if told is None:
             raise
-        print(f"kvtier: {problem}", file=sys.stderr)
+        print(f"kvtier: {told}", file=sys.stderr)
         return 2
 
 

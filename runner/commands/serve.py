@@ -132,9 +132,9 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status of the command."""
+    _check_packages(args)
     from rich.console import Console
 
-    _check_packages(args)
     from kvtier import ConfigError
     from runner.server import logs
     from runner.server.lifecycle import bind, raise_file_limit
