@@ -10,8 +10,8 @@ TRITON ?= 3.7.1
 # The tests run FlashInfer's Python over stand-in kernels: its package without the CUDA wheels that its kernels need.
 FLASHINFER ?= flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2
 
-.PHONY: demo demo-shared test test-all test-real test-vllm test-store routers scale-out lint docs bench gpu coverage \
-	soak planted explore clean
+.PHONY: demo demo-shared test test-all test-real test-vllm test-store routers scale-out lint docs package bench gpu \
+	coverage soak planted explore clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -77,8 +77,12 @@ lint: $(VENV)/.dev
 
 # The documents as a site, in build/site. ARGS=serve shows it, and follows changes, at http://127.0.0.1:8000/.
 docs: export NO_MKDOCS_2_WARNING = 1
-docs: $(VENV)/.dev
+docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs $(or $(ARGS),build)
+
+# The sdist and the wheel, in build/dist, and whether an index would take them and show them.
+package: $(VENV)/.release
+	$(BIN)/python tools/package.py build/dist
 
 # Branch coverage of kvtier/. The compiled loops are run as the Python that they are written in, so that they count.
 coverage: export KVTIER_TESTS = all
@@ -134,7 +138,17 @@ $(VENV)/.torch: tools/set_up.py
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	@$(SET_UP) install "kvtier and what it needs" -e .
+	@$(SET_UP) install "kvtier and what it needs" -e '.[engine]'
+	@touch $@
+
+$(VENV)/.docs: tools/set_up.py pyproject.toml
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	@$(SET_UP) extra "what builds the site" docs
+	@touch $@
+
+$(VENV)/.release: tools/set_up.py pyproject.toml
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	@$(SET_UP) extra "what builds and checks packages" release
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

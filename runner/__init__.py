@@ -62,11 +62,19 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "needle":
-        return import_module("runner.needle")
-    if name not in _HOMES:
+    if name != "needle" and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    try:
+        if name == "needle":
+            return import_module("runner.needle")
+        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as problem:
+        from runner.errors import of_missing
+
+        told = of_missing(problem, name)
+        if told is None:
+            raise
+        raise told from problem
     return found
 
 

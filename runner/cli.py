@@ -43,10 +43,10 @@ def _main(given: list[str]) -> int:
     if not given:
         found.print_help()
         return 0
-    return _run(found.parse_args(given))
+    return _run(found.parse_args(given), given[0])
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, command: str) -> int:
     try:
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -54,10 +54,12 @@ def _run(args: argparse.Namespace) -> int:
         return 130
     except Exception as problem:
         from kvtier.machine.errors import KVTierError  # late: it is not always needed
+        from runner.errors import of_missing
 
-        if not isinstance(problem, KVTierError):
+        told = problem if isinstance(problem, KVTierError) else of_missing(problem, f"kvtier {command}")
+        if told is None:
             raise
-        print(f"kvtier: {problem}", file=sys.stderr)
+        print(f"kvtier: {told}", file=sys.stderr)
         return 2
 
 

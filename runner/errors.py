@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from kvtier.machine.errors import KVTierError
 
+OF_ENGINE = ("transformers", "safetensors", "tokenizers", "jinja2", "rich", "tqdm")
+"""Packages of the extra "engine". The library does without them."""
+
 
 class RunnerError(KVTierError):
     """Base of the errors that the reference engine raises on purpose."""
@@ -70,3 +73,12 @@ class EngineDead(RunnerError):
 
 class MissingPackage(RunnerError, ImportError):
     """An optional package is not installed. The message names it and the command that installs it."""
+
+
+def of_missing(problem: Exception, what: str) -> MissingPackage | None:
+    """What to say if ``what`` failed because a package of the extra "engine" is not installed; else None."""
+    package = (problem.name or "").partition(".")[0] if isinstance(problem, ModuleNotFoundError) else ""
+    package = "transformers" if package == "huggingface_hub" else package  # which comes with it
+    if package not in OF_ENGINE:
+        return None
+    return MissingPackage(f"{what} needs {package}; pip install 'kvtier[engine]'", name=package)

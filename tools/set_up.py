@@ -2,6 +2,7 @@
 
     set_up.py VENV torch 2.13.0              makes VENV, and installs the torch that fits this machine
     set_up.py VENV install TITLE ARG...      pip install ARG...
+    set_up.py VENV extra TITLE NAME          what an extra of pyproject.toml names, without kvtier and its requirements
 
 What is installed stays, so a set-up that was interrupted goes on when it is called again.
 """
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 TAIL_LINES = 12
@@ -89,14 +91,26 @@ def has_driver() -> bool:
     return bool(shutil.which("nvidia-smi")) or Path("/proc/driver/nvidia/version").exists()
 
 
+def make_venv(venv: Venv) -> None:
+    """Makes the environment, unless it is there."""
+    if not venv.has("pip"):
+        make = [sys.executable, "-m", "venv", str(venv.folder)]
+        venv.stage(f"a virtual environment, Python {sys.version.split()[0]}", [make])
+
+
+def install_extra(venv: Venv, title: str, name: str) -> None:
+    """What an extra names. It names no other extra."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    make_venv(venv)
+    venv.stage(title, [venv.pip(*project["optional-dependencies"][name])])
+
+
 def install_torch(venv: Venv, version: str, on_cpu: bool = False) -> None:
     """The CUDA build if there is an NVIDIA driver (unless ``on_cpu``), else the CPU build: from pip's index if that has
     one, or by uv, which knows where PyTorch keeps its CPU wheels. Without either, what pip takes by itself: it runs on
     a CPU too.
     """
-    if not venv.has("pip"):
-        make = [sys.executable, "-m", "venv", str(venv.folder)]
-        venv.stage(f"a virtual environment, Python {sys.version.split()[0]}", [make])
+    make_venv(venv)
     if venv.has("torch"):
         return
     title, default = f"torch {version}", venv.pip(f"torch=={version}")
@@ -118,6 +132,8 @@ def main(folder: str, what: str, *arguments: str) -> int:
         venv = Venv(folder)
         if what == "torch":
             install_torch(venv, *arguments)
+        elif what == "extra":
+            install_extra(venv, *arguments)
         else:
             venv.stage(arguments[0], [venv.pip(*arguments[1:])])
     except Failed as reason:

@@ -8,15 +8,15 @@ Does not   move bytes: ``CudaRuntime`` does.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from kvtier.cpu_offload.engines import EngineFactory
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
@@ -32,6 +32,8 @@ from kvtier.geometry.layout import Seams
 from kvtier.machine.errors import DeviceUnavailable
 from kvtier.machine.kept import KEPT
 from kvtier.machine.stats import LinkStats
+
+log = logging.getLogger("kvtier.transfers")
 
 BAR_BYTES = 2 << 30
 """Pinning less than this takes no time worth a progress bar."""
@@ -168,22 +170,33 @@ def _has_stopped(part: _Closes) -> bool:
 
 @contextmanager
 def _bar(num_bytes: int) -> Iterator[Progress]:
-    """A progress bar for each task on a lot of memory."""
-    bars: dict[str, tqdm[None]] = {}
+    """Tells of each task on a lot of memory: a progress bar, or without tqdm a line of the log when it begins."""
+    bars: dict[str, Any] = {}
 
     def tell(what: str, done: int, total: int) -> None:
         if num_bytes < BAR_BYTES:
             return
         if what not in bars:
-            text = f"{what} {total / 2**30:.1f} GiB of host memory"
-            bars[what] = tqdm(total=total, desc=text, unit="B", unit_scale=True)
-        bars[what].update(done - bars[what].n)
+            bars[what] = _begun(f"{what} {total / 2**30:.1f} GiB of host memory", total)
+        if bars[what] is not None:
+            bars[what].update(done - bars[what].n)
 
     try:
         yield tell
     finally:
         for bar in bars.values():
-            bar.close()
+            if bar is not None:
+                bar.close()
+
+
+def _begun(text: str, total: int) -> Any:
+    """A bar of tqdm; None, and a line of the log, where that is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        log.info("%s", text)
+        return None
+    return tqdm(total=total, desc=text, unit="B", unit_scale=True)
 
 
 @contextmanager

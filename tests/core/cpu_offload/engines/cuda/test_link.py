@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections import deque
@@ -271,6 +272,17 @@ def test_pinning_much_shows_a_bar_and_pinning_little_does_not(monkeypatch, capsy
         assert len(link.host_memory(3 << 20, "host_bytes", [(0, 4096)])) == 3 << 20
         text = capsys.readouterr().err
         assert ("faulting in" in text) is ("pinning" in text) is shown
+
+
+def test_without_tqdm_pinning_much_is_a_line_of_the_log(monkeypatch, capsys, caplog):
+    monkeypatch.setattr(cuda_link, "BAR_BYTES", 1 << 20)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    cuda = FakeCuda()
+    link = CudaLink(api=cuda, sums=FakeSums(cuda), pci_bus_id="none")
+    with caplog.at_level("INFO", "kvtier.transfers"):
+        assert len(link.host_memory(3 << 20, "host_bytes", [(0, 4096)])) == 3 << 20
+    assert [line.split(" ")[0] for line in caplog.messages] == ["faulting", "pinning"]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("what", ["__init__", "new_stream", "send"])
