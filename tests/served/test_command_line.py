@@ -196,7 +196,7 @@ def test_a_reader_that_has_gone_leaves_no_traceback(given: list[str], unbuffered
 
 
 def test_a_pipe_that_breaks_elsewhere_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(_: object) -> int:
+    def run(*_: object) -> int:
         raise BrokenPipeError("a socket of the command's own")
 
     monkeypatch.setattr(cli, "_run", run)

@@ -58,7 +58,7 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it(
     assert main(["doctor"]) == 0, "an extra that is not there is no fault"
     told = capsys.readouterr().out
     assert "pip install 'kvtier[serve]'" in told and "lacks fastapi" in told
-    assert report(capsys)["extras"]["serve"]["missing"] == ["fastapi"]
+    assert report(capsys)["extras"]["serve"]["missing"] == ["fastapi", "rich", "transformers"]
 
 
 def test_a_cache_that_finds_nothing_is_status_1(
@@ -96,7 +96,7 @@ def test_it_runs_without_what_it_looks_for(absent: list[str]) -> None:
     if "torch" in absent:
         assert "torch cannot be imported" in ran.stdout
     else:
-        assert "the engine needs" in ran.stdout and "rich" in ran.stdout
+        assert "pip install 'kvtier[engine]'" in ran.stdout and "rich" in ran.stdout
 
 
 def test_loops_that_are_not_compiled_are_not_compiled_now(tmp_path: Path) -> None:
