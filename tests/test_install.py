@@ -181,7 +181,8 @@ for name in ("LLM", "AsyncLLM", "needle"):
         print(type(problem).__name__, problem)
 from runner.cli import main
 sys.stderr = sys.stdout
-plan, calibrate = "plan - --device-memory 1GiB", "calibrate --model runner/needle/weights --text README.md --out out.json"
+calibrate = "calibrate --model runner/needle/weights --text README.md --out out.json"
+plan = "plan - --device-memory 1GiB"
 for command in ("demo", "verify", plan, "serve", "bench serve", calibrate):
     print(main(command.split()))
 """,
