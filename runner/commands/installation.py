@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,8 @@ class Extra:
 def version_of(name: str) -> str | None:
     """The version of an installed package; None if it is not there to import."""
     module = _MODULES.get(name, name.replace("-", "_"))
-    if find_spec(module) is None:
+    is_imported = sys.modules.get(module) is not None
+    if not is_imported and (module in sys.modules or find_spec(module) is None):
         return None
     for distribution in _DISTRIBUTIONS.get(name, (name,)):
         try:

@@ -322,7 +322,7 @@ def test_a_dead_engine_has_a_banner_and_what_was_open_is_grey(
         running.server.config.app.state.sampler.every_s = 0.1
         tab.until(SERVES)
         assert tab.run("document.getElementById('banner').checkVisibility()") is False
-        asked = threading.Thread(target=ask, args=(running.url,), kwargs={"name": "cut", "max_tokens": 20_000})
+        asked = threading.Thread(target=ask, args=(running.url,), kwargs={"name": "cut", "max_tokens": 5_000})
         asked.start()
         tab.until(f"{TEXT.format('open')}.includes('cmpl-cut')", 20)
         alive = tab.run("getComputedStyle(document.querySelector('#open button')).color")
