@@ -47,47 +47,19 @@ if TYPE_CHECKING:
     from kvtier.machine.stats import CacheStats
     from runner import (
         LLM as LLM,
-    )
-    from runner import (
         AsyncLLM as AsyncLLM,
-    )
-    from runner import (
         CompletionOutput as CompletionOutput,
-    )
-    from runner import (
         EngineDead as EngineDead,
-    )
-    from runner import (
         ForwardFailed as ForwardFailed,
-    )
-    from runner import (
         ModelLoadError as ModelLoadError,
-    )
-    from runner import (
         NonFiniteLogits as NonFiniteLogits,
-    )
-    from runner import (
         Overloaded as Overloaded,
-    )
-    from runner import (
         RequestOutput as RequestOutput,
-    )
-    from runner import (
         RequestOutputKind as RequestOutputKind,
-    )
-    from runner import (
         RunnerError as RunnerError,
-    )
-    from runner import (
         SamplingParams as SamplingParams,
-    )
-    from runner import (
         StructuredOutputs as StructuredOutputs,
-    )
-    from runner import (
         UnknownRequest as UnknownRequest,
-    )
-    from runner import (
         needle as needle,
     )
 

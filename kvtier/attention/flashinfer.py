@@ -30,10 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.attention import _flashinfer_batch as batches
-from kvtier.attention import kernels
-from kvtier.attention._flashinfer_plan import Held as Held
-from kvtier.attention._flashinfer_plan import PlanKey, Wrappers
+from kvtier.attention import _flashinfer_batch as batches, kernels
+from kvtier.attention._flashinfer_plan import Held as Held, PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.geometry.spec import GroupSpec, Kind
 from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError

@@ -24,8 +24,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 
-from kvtier.audit import rows as rows
-from kvtier.audit import transfers as moves
+from kvtier.audit import rows as rows, transfers as moves
 from kvtier.audit.counters import check_counters
 from kvtier.audit.pools import Tier, Violation, audit_pools, audit_structure
 from kvtier.audit.remote import RemoteMoves

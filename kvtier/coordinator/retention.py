@@ -87,15 +87,14 @@ class Retention:
         if seq.request.boundaries:
             seq.told = self._told(seq, n)
         seq.went_on_from = n if goes_on and not known.pays(End.LEFT) else 0
-        stem = 0 if seq.has_begun else self._note_return(seq, length, n, full, is_all)
-        gone = NEVER if not stem or self.returns.tails_pay else max(n, stem)
+        gone = NEVER if seq.has_begun else self._note_return(seq, length, n, full, is_all)
         cold = (n, NEVER, n) if seq.is_guest else (0 if seq.went_on_from else n, stop, gone)
         self._tables.arrays.superseded[seq.row] = cold
         seq.has_begun = True
 
     def _note_return(self, seq: Tracked, length: int, hit: int, full: int, is_all: bool) -> int:
-        """Learns what it has in common with earlier texts, and after how much else it comes. Returns its stem's
-        tokens.
+        """Learns what it has in common with earlier texts, and after how much else it comes. Returns the first
+        token of its tail, if tails go first, else NEVER.
 
         If the stem is no longer there, it is kept now as it is where prompts are seen to part.
         """
@@ -106,7 +105,7 @@ class Retention:
         stem = 0 if seq.before.goes_on else seq.before.units * unit
         if self._local and stem > full:
             seq.branches.add(stem)
-        return stem
+        return self.returns.cold_from(seq.before, hit) if stem else NEVER
 
     def _room(self, each: Bytes, held: Any) -> float:
         """Bytes for texts of which ``each`` group has such a part, beside the blocks that are ``held``, by group."""

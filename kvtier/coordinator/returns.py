@@ -190,6 +190,12 @@ class Returns:
         known = self._tails_used + self._tails_unused
         return self._tails_unused < EVIDENCE * FADES**EVIDENCE or self._tails_used > PAYS * known
 
+    def cold_from(self, before: Before, hit: int) -> int:
+        """The first token of a tail that goes first: of a request with this hit, in tokens. NEVER if none does."""
+        if before.goes_on or not before.units or self.tails_pay:
+            return NEVER
+        return max(hit, before.units * self._unit)
+
     def _note_tails(self, before: Before) -> None:
         """Counts the tail that is asked for again now, and those that nobody comes back to any more."""
         t = before.text % TEXTS
@@ -205,6 +211,7 @@ class Returns:
                 self._tails_used, self._tails_unused = FADES * self._tails_used, FADES * self._tails_unused + 1
 
     def _wins(self, keys: KeyArray) -> bool:
+        """Whether the request is the one in LOTTERY that is kept, which its last key decides."""
         units = len(keys) // self._links
         return units > 0 and int(keys[units * self._links - 1, 1] >> np.uint64(32)) % LOTTERY == 0
 

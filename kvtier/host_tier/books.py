@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.audit.counters import check_counters
-from kvtier.audit.pools import Tier as AuditedTier
-from kvtier.audit.pools import Violation, audit_pools, audit_structure
+from kvtier.audit.pools import Tier as AuditedTier, Violation, audit_pools, audit_structure
 from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners

@@ -118,10 +118,8 @@ class HostText:
         room = parts.sizes.room(parts.pools, each)
         guest, self._before = parts.returns.begin(keys, hit // unit, room, float(each.sum()))
         self._is_guest = guest and parts.door.remote is None
-        stem = self._before.stem * unit
-        if not parts.returns.tails_pay and stem:
-            self._tail = max(hit, stem)
-        if stem > full:
+        self._tail = parts.returns.cold_from(self._before, hit)
+        if (stem := self._before.stem * unit) > full:
             self._branches.add(stem)
 
     def _hold(self, hit: HostHit) -> None:

@@ -35,8 +35,7 @@ from runner.engine.stops import StopStrings
 from runner.engine.streams import Mail
 from runner.engine.thread import EngineThread
 from runner.engine.words import Words
-from runner.model import checkpoint, graphs
-from runner.model import identity as model_identity
+from runner.model import checkpoint, graphs, identity as model_identity
 from runner.model.device import model_device
 from runner.model.graphs import bucket_sizes, captured, why_eager
 from runner.model.hybrid import HybridModel

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import kernels, main_job
+from benchmarks.gpu import __main__ as command, kernels, main_job
 from benchmarks.gpu.figures import Figure, Section
 from benchmarks.gpu.kernels import Kernel
 from benchmarks.gpu.sections import SECTIONS

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import covering, sized
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

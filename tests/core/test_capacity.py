@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from core.driving import prompt, sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow

@@ -17,8 +17,7 @@ from patience import FOREVER_S
 from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import device_tests, link, reload, sections
+from benchmarks.gpu import __main__ as command, device_tests, link, reload, sections
 from benchmarks.gpu.figures import Budget, Figure, Section
 from benchmarks.gpu.rig import layout
 from core.fake_cuda import FakeCuda, FakeSums

@@ -7,8 +7,7 @@ import struct
 import inside
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, InvalidRequest, KVScales, SlidingWindow
 from kvtier.geometry.keys import KeyChain, _extend

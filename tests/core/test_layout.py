@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from kvtier.geometry.layout import FEWEST_SLABS, LARGEST_SLAB, MOST_SLABS, Layout
 

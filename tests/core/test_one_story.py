@@ -7,8 +7,7 @@ import inside
 import numpy as np
 import pytest
 from breadth import sized
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from core.driving import prompt
 from core.outside import GROUPS, Outside

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from core.driving import sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, SlidingWindow

@@ -15,8 +15,7 @@ from transformers.masking_utils import create_causal_mask
 from kvtier import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
 from runner.errors import ModelLoadError
-from runner.model import checkpoint, selfcheck
-from runner.model import hybrid as model
+from runner.model import checkpoint, hybrid as model, selfcheck
 from runner.model.hybrid import HybridModel
 
 from . import zoo

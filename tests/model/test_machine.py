@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from breadth import sample, sized
 from core.slabs import shared_serving
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier import FullAttention, InvariantBroken, SlidingWindow

@@ -24,8 +24,7 @@ from kvtier.pools.block_pool import Col, Mark
 
 from .elsewhere import another_engine_serves
 from .ground import KINDS, SALTS, STEMS, Config, Counts, Ground
-from .played_backend import FATES as CALL_FATES
-from .played_backend import ROTS, least_bytes
+from .played_backend import FATES as CALL_FATES, ROTS, least_bytes
 from .preemptions import Preemption, recorded
 from .waits import recorded_waits
 

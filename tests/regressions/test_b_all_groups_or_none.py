@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from breadth import sized
 from core.driving import LOAD, assert_same, prompt, scheduled, snapshot
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvtier import ChunkedLocal, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.testing import canary_spec

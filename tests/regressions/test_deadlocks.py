@@ -6,8 +6,7 @@ import inside
 import pytest
 from breadth import sample, sized
 from core.driving import LOAD, prompt, scheduled
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, RequestTooLarge, Scheduler, SlidingWindow
 from kvtier.geometry.spec import CacheSpec

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from breadth import sized
 from core.driving import check_step, prompt
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from kvtier import ChunkedLocal, FullAttention, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.testing import canary_spec

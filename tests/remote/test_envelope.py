@@ -10,8 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvtier.cpu_offload.engines._blocks import checksum_blocks
 from kvtier.remote.envelope import FORMAT, TRAILER_BYTES, Envelope, checksum_of, read_trailer

@@ -18,8 +18,7 @@ import pytest
 from patience import PATIENCE_S
 
 from kvtier.machine.errors import ConfigError
-from kvtier.remote.backends import mooncake as mooncake_store
-from kvtier.remote.backends import mooncake_library
+from kvtier.remote.backends import mooncake as mooncake_store, mooncake_library
 from kvtier.remote.backends.batches import by_number, by_size, first_alone
 from kvtier.remote.backends.contract import Answer, Outcome
 from kvtier.remote.backends.mooncake import MooncakeBackend

@@ -15,8 +15,7 @@ from families import zoo
 from kvtier import ConfigError, MemoryUnavailable
 from kvtier.attention.flashinfer import Held, workspace_bytes_for
 from runner import LLM, SamplingParams
-from runner.engine import memory
-from runner.engine import service as service_module
+from runner.engine import memory, service as service_module
 from runner.model import graphs
 from runner.model.hybrid import HybridModel
 from served.over_flashinfer import MIB, flash_model

@@ -19,8 +19,7 @@ from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.remote.breaker import Tried
 from runner import AsyncLLM, SamplingParams, needle
 from runner.server.errors import ApiError
-from runner.server.page import sampler as sampling
-from runner.server.page import snapshot
+from runner.server.page import sampler as sampling, snapshot
 from runner.server.page.finished import KEPT as FINISHED
 from runner.server.page.routes import STATIC
 from runner.server.page.sampler import Listener, Sampler

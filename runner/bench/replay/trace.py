@@ -27,8 +27,7 @@ from runner.bench import told, traces
 from runner.bench.names import TraceFormat
 from runner.bench.replay.asked import Asked, Tokens
 from runner.bench.tokens import Alphabet, Prompt, key_of, prompt_of
-from runner.bench.trace_sessions import Asked as TraceRequest
-from runner.bench.trace_sessions import Conversation
+from runner.bench.trace_sessions import Asked as TraceRequest, Conversation
 
 OPEN = 16
 """Sessions of a trace without times that are open at once."""

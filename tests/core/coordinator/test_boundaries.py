@@ -8,8 +8,7 @@ from collections.abc import Callable
 import inside
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from core.driving import Serving, prompt
 from kvtier import FullAttention, InvalidRequest, Request, SlidingWindow

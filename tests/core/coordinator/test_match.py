@@ -6,8 +6,7 @@ import inside
 import numpy as np
 import pytest
 from breadth import sized
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from core.driving import prompt, sees
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
 from kvtier.cache.kv_events.stored import RemoteRule

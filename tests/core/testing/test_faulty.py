@@ -7,8 +7,7 @@ from textwrap import dedent
 import pytest
 
 from core.driving import prompt
-from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier import testing as public
+from kvtier import ChunkedLocal, FullAttention, SlidingWindow, testing as public
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
 from kvtier.testing import Faults, FaultyLink, expected_tokens
 

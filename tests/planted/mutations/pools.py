@@ -282,7 +282,7 @@ MUTATIONS = (
         "I21",
         "what comes behind shared beginnings pushes them out, though nobody asks for it again",
         "core/coordinator/returns",
-        ("Retention.start", "gone = NEVER if not stem or self.returns.tails_pay else max(n, stem)", "gone = NEVER"),
+        ("Returns.cold_from", "before.goes_on or not before.units or self.tails_pay", "True"),
     ),
     mutation(
         "tails_go_too_soon",

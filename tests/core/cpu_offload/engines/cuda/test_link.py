@@ -29,8 +29,7 @@ from kvtier import (
 )
 from kvtier.attention.kernels import checksum_blocks
 from kvtier.cpu_offload import memory_guard
-from kvtier.cpu_offload.engines.cuda import link as cuda_link
-from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
+from kvtier.cpu_offload.engines.cuda import link as cuda_link, runtime as cuda_module
 from kvtier.cpu_offload.engines.cuda.driver import CudaError
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
 from kvtier.cpu_offload.engines.cuda.link import CudaLink, mismatch
