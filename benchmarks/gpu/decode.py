@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.gpu import interference, layouts, serving
+from benchmarks.gpu import interference, layouts, profile, serving
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.serving import Served, Stage, random_tokens
 from kvtier import Request
@@ -105,6 +105,7 @@ def alone(stage: Stage, subject: Served, size: Size) -> Iterator[Figure]:
     if captured:
         busy = _replay_s(stage, subject.kept.replays[0])
         yield Figure(SECTION, "the graph of a step, replayed alone", 1e3 * busy, "ms")
+        yield from profile.of(subject.kept.replays[0], stage.clock.wait, on_gpu=stage.link.device != "cpu")
         yield Figure(SECTION, "of a step, the GPU idles", 100 * (1 - busy / wall), "%", at_most=5.0)
     us = {name: 1e6 * spent / size.steps for name, spent in spans.spent().items()}
     host = sum(walls) - spans.waiting_s()
