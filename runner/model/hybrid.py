@@ -30,6 +30,7 @@ from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
 from runner.model import checkpoint
 from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
 from runner.model.device import model_device
+from runner.model.fused.table import fuse
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -74,6 +75,8 @@ class HybridModel:
         self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
+        self.fused = fuse(model, self.device)
+        """Modules that run as fewer kernels, by sort."""
         self.proven: frozenset[int] = frozenset()
         """Layers whose own mask is known to be their group's; the trial at load finds them."""
         self.backend: Any = backend

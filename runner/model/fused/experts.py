@@ -1,0 +1,106 @@
+"""A layer of experts as four kernels, where transformers runs thirty.
+
+transformers sorts and copies tokens, pads products and combines them in kernels of their own: on an H100 its layers of
+gpt-oss-20b take 754 us for 64 tokens where reading the weights takes 530 (benchmarks/results/gpu.json).
+Whatever cannot be told from the module's own attributes, or does not stand the trial, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_TOKENS = 1, 7, 200
+"""Of the trial's steps: alone, few, and many to an expert."""
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Of the difference's RMS, relative."""
+
+
+def is_one(module: nn.Module) -> bool:
+    """Whether it is a layer of gated experts as transformers makes them, with nothing else in it."""
+    return (
+        getattr(module, "has_gate", False) is True
+        and not getattr(module, "has_post_expert_norm", False)
+        and not getattr(module, "_is_expert_parallel", False)
+        and all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in ("gate_up_proj", "down_proj"))
+    )
+
+
+def kind(module: Any) -> tuple[object, ...]:
+    """What one trial speaks for: modules of a kind differ in the values of their weights only."""
+    up, down = module.gate_up_proj, module.down_proj
+    act = type(getattr(module, "act_fn", None))
+    return type(module), up.shape, up.stride(), down.shape, down.stride(), up.dtype, act, _clamp(module)
+
+
+def fused(module: Any) -> Callable[..., Tensor] | None:
+    """A forward for ``module``; None if its activation is none that is known here."""
+    from runner.model.fused.triton_experts import Weights, launch
+
+    transposed, biased = module.is_transposed, module.has_bias
+    up, down = (w if transposed else w.transpose(1, 2) for w in (module.gate_up_proj, module.down_proj))
+    up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if biased else (None, None)
+    act = _activation(module)
+    if act is None or up.dtype not in _TOLERANCE or down.dtype is not up.dtype:
+        return None
+    weights = Weights(up, down, up_bias, down_bias, *act)
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not len(hidden_states):
+            return torch.empty_like(hidden_states)
+        return launch(weights, hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous())
+
+    return forward
+
+
+WAYS = (fused,)
+
+
+@torch.no_grad()
+def differs(module: Any, forward: Callable[..., Tensor]) -> str:
+    """How ``forward`` differs from the module's own on random tokens; "" if it does not beyond rounding."""
+    up = module.gate_up_proj
+    experts, width = up.shape[0], up.shape[1 if module.is_transposed else 2]
+    generator = torch.Generator().manual_seed(0)
+    top_k = min(experts, 4)
+    for tokens in _TOKENS:
+        x = torch.randn(tokens, width, generator=generator).to(up)
+        scores, ids = torch.randn(tokens, experts, generator=generator).to(up.device).topk(top_k)
+        shares = scores.softmax(1).to(up.dtype)
+        own, ours = type(module).forward(module, x, ids, shares).float(), forward(x, ids, shares).float()
+        found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
+        if not found <= _TOLERANCE[up.dtype]:
+            return f"differs by {found:.2g} on {tokens} tokens"
+    return ""
+
+
+def _clamp(module: Any) -> tuple[float, float]:
+    """The limit and the slope of gpt-oss's gate; zeros if there are none."""
+    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    if isinstance(limit, int | float) and isinstance(alpha, int | float):
+        return float(limit), float(alpha)
+    return 0.0, 0.0
+
+
+def _activation(module: Any) -> tuple[Any, bool, float, float] | None:
+    """Which activation it is, whether its columns are interleaved, limit and slope: found by trying its own gate."""
+    from runner.model.fused import triton_experts as kernels
+
+    limit, alpha = _clamp(module)
+    both = 8 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(module.gate_up_proj.device)
+    own = module._apply_gate(both)
+    for interleaved in (False, True):
+        gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, -1)
+        clamped = gate.clamp(max=limit)
+        for act, value in (
+            (kernels.SILU, F.silu(gate) * up),
+            (kernels.GELU_TANH, F.gelu(gate, approximate="tanh") * up),
+            (kernels.CLAMPED, (up.clamp(-limit, limit) + 1) * clamped * torch.sigmoid(clamped * alpha)),
+        ):
+            if own.shape == value.shape and torch.allclose(own, value, rtol=1e-4, atol=1e-4):
+                return act, interleaved, limit, alpha
+    return None

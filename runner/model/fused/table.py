@@ -1,0 +1,61 @@
+"""Gives modules their fused forward: a trial for each kind of module judges, on the device that will run it.
+
+Owns       which module gets which forward, and why one does not.
+Promises   a module whose fused forward gives other numbers, or none, keeps its own. On a CPU no bit changes.
+Does not   touch weights, or modules of kinds that it does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtier.attention.kernels.choice import runs_kernel
+from kvtier.machine.device import forget_last_error
+from runner.model.fused import experts, norms
+
+_log = logging.getLogger("kvtier.fused")
+
+Maker = Callable[[Any], Callable[..., Tensor]]
+"""From a module to its fused forward."""
+
+
+def fuse(model: nn.Module, device: torch.device) -> dict[str, int]:
+    """Fuses what can be fused; returns how many modules of each sort were."""
+    counts = {"experts": 0, "norms": 0}
+    trials: dict[tuple[object, ...], Maker | None] = {}
+    for sort, module in _candidates(model, device):
+        of_kind = sort.kind(module)
+        if of_kind not in trials:
+            trials[of_kind] = _tried(sort, module, device)
+        if (make := trials[of_kind]) is not None:
+            module.forward = make(module)
+            counts[sort.__name__.rpartition(".")[2]] += 1
+    return counts
+
+
+def _candidates(model: nn.Module, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    kernels = runs_kernel(device)
+    for module in model.modules():
+        if kernels and experts.is_one(module):
+            yield experts, module
+        elif norms.is_one(module):
+            yield norms, module
+
+
+def _tried(sort: Any, module: Any, device: torch.device) -> Maker | None:
+    """How modules of this one's kind are fused; None if they are not."""
+    try:
+        why = "its activation is not known"
+        for make in sort.WAYS:
+            if (forward := make(module)) is not None and not (why := sort.differs(module, forward)):
+                return make
+    except Exception as problem:  # whatever a compiler or modeling code trips over
+        forget_last_error(device)
+        why = f"{type(problem).__name__}: {problem}"
+    _log.info("%s keeps its own forward: %s", type(module).__name__, why)
+    return None

@@ -1,0 +1,301 @@
+"""The Triton kernels of ``experts``: pairs of token and expert in the experts' order, two products, a sum.
+
+A decode step reads each weight once, so it takes as long as the memory needs for them. No pair is copied or padded: a
+tile of rows finds its expert and its tokens by ``starts`` and ``order``. Sums go in a fixed order, without atomics.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtier.attention.kernels.launch import launching_on
+
+SILU, GELU_TANH, CLAMPED = (tl.constexpr(i) for i in range(3))
+_PAIRS = 1024
+"""Pairs that a program of ``_route`` looks at at once."""
+_SUMMED = 1024
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: rows and columns of a program's tile, the inner size of a step, warps, stages."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+FEW = {"up": Tiles(16, 64, 128, 4, 4), "down": Tiles(16, 128, 64, 8, 4)}
+"""For steps whose experts have a handful of rows each: the memory is the limit."""
+MANY = {"up": Tiles(128, 64, 64, 8, 3), "down": Tiles(128, 128, 64, 8, 3)}
+"""For prompts: the tensor cores are."""
+MANY_ROWS = 48
+"""Of an expert on average, from which on ``MANY`` is used."""
+
+
+@triton.jit
+def _route(ids, order, starts, pairs, PAIRS: tl.constexpr):
+    """A program per expert: where its pairs begin among all, and which they are, in ascending order."""
+    expert = tl.program_id(0)
+    place = 0
+    at = 0
+    while at < pairs:
+        pair = at + tl.arange(0, PAIRS)
+        there = tl.load(ids + pair, mask=pair < pairs, other=2147483647)
+        place += tl.sum((there < expert).to(tl.int32))
+        at += PAIRS
+    tl.store(starts + expert, place)
+    at = 0
+    while at < pairs:
+        pair = at + tl.arange(0, PAIRS)
+        mine = (tl.load(ids + pair, mask=pair < pairs, other=2147483647) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine) - mine, pair, mask=mine != 0)
+        place += tl.sum(mine)
+        at += PAIRS
+    tl.store(starts + expert + 1, place)  # as the next program stores it too
+
+
+@triton.jit
+def _tile(starts, tile, experts, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """A tile's expert (``experts``: there is none), its first row, and the row behind the expert's last."""
+    e = tl.arange(0, EXPERTS)
+    begin = tl.load(starts + e, mask=e < experts, other=0)
+    end = tl.load(starts + e + 1, mask=e < experts, other=0)
+    tiles = (end - begin + ROWS - 1) // ROWS
+    behind = tl.cumsum(tiles)
+    expert = tl.sum(((behind <= tile) & (e < experts)).to(tl.int32))
+    mine = e == expert
+    row = tl.sum(tl.where(mine, begin + (tile - behind + tiles) * ROWS, 0))
+    return expert, row, tl.sum(tl.where(mine, end, 0))
+
+
+@triton.jit
+def _activated(gate, up, limit, alpha, ACT: tl.constexpr):
+    if ACT == 0:
+        return gate * tl.sigmoid(gate) * up
+    if ACT == 1:  # tanh(z) = 2 sigmoid(2 z) - 1
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2 * inner) * up
+    gate = tl.minimum(gate, limit)
+    return (tl.minimum(tl.maximum(up, -limit), limit) + 1) * gate * tl.sigmoid(gate * alpha)
+
+
+@triton.jit
+def _up(
+    x,
+    weight,
+    bias,
+    out,
+    order,
+    starts,
+    experts,
+    inner,
+    columns,
+    limit,
+    alpha,
+    x_row,
+    w_expert,
+    w_inner,
+    w_column,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ACT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Gate and up of a tile, activated: out [pairs, columns] in the experts' order. ``columns``: of one of them."""
+    expert, first, end = _tile(starts, tl.program_id(1), experts, ROWS, EXPERTS)
+    if expert < experts:
+        row = first + tl.arange(0, ROWS)
+        token = tl.load(order + row, mask=row < end, other=0) // TOP_K
+        k = tl.arange(0, INNER)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        xs = x + token[:, None].to(tl.int64) * x_row + k[None, :]
+        of_expert = weight + expert.to(tl.int64) * w_expert
+        if INTERLEAVED:
+            both = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
+            ws = of_expert + k[:, None] * w_inner + both[None, :] * w_column
+            acc = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
+            for at in range(0, inner, INNER):
+                inside = k + at < inner
+                a = tl.load(xs, mask=inside[None, :] & (row < end)[:, None], other=0.0)
+                w = tl.load(ws, mask=inside[:, None] & (both < 2 * columns)[None, :], other=0.0)
+                acc = tl.dot(a, w, acc, input_precision="ieee")
+                xs += INNER
+                ws += INNER * w_inner
+            if BIAS:
+                b = tl.load(bias + expert * 2 * columns + both, mask=both < 2 * columns, other=0.0)
+                acc += b.to(tl.float32)[None, :]
+            gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
+        else:
+            ws = of_expert + k[:, None] * w_inner + column[None, :] * w_column
+            us = ws + columns * w_column
+            gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+            up = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for at in range(0, inner, INNER):
+                inside = k + at < inner
+                a = tl.load(xs, mask=inside[None, :] & (row < end)[:, None], other=0.0)
+                mask = inside[:, None] & (column < columns)[None, :]
+                gate = tl.dot(a, tl.load(ws, mask=mask, other=0.0), gate, input_precision="ieee")
+                up = tl.dot(a, tl.load(us, mask=mask, other=0.0), up, input_precision="ieee")
+                xs += INNER
+                ws += INNER * w_inner
+                us += INNER * w_inner
+            if BIAS:
+                bs = bias + expert * 2 * columns + column
+                gate += tl.load(bs, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(bs + columns, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        y = _activated(gate, up, limit, alpha, ACT)
+        target = out + row[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(target, y.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _down(
+    x,
+    weight,
+    bias,
+    share,
+    out,
+    order,
+    starts,
+    experts,
+    inner,
+    columns,
+    w_expert,
+    w_inner,
+    w_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Down of a tile, times each pair's share of its token: out [pairs, columns] in the tokens' order."""
+    expert, first, end = _tile(starts, tl.program_id(1), experts, ROWS, EXPERTS)
+    if expert < experts:
+        row = first + tl.arange(0, ROWS)
+        k = tl.arange(0, INNER)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        xs = x + row[:, None].to(tl.int64) * inner + k[None, :]
+        ws = weight + expert.to(tl.int64) * w_expert + k[:, None] * w_inner + column[None, :] * w_column
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for at in range(0, inner, INNER):
+            inside = k + at < inner
+            a = tl.load(xs, mask=inside[None, :] & (row < end)[:, None], other=0.0)
+            w = tl.load(ws, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
+            acc = tl.dot(a, w, acc, input_precision="ieee")
+            xs += INNER
+            ws += INNER * w_inner
+        if BIAS:
+            acc += tl.load(bias + expert * columns + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+        pair = tl.load(order + row, mask=row < end, other=0)
+        acc *= tl.load(share + pair, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        target = out + pair[:, None].to(tl.int64) * columns + column[None, :]
+        tl.store(target, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _sum(x, out, columns, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+    """A token's experts, in the order of its router."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        acc += tl.load(x + (token * TOP_K + i) * columns + column, mask=column < columns, other=0.0).to(tl.float32)
+    tl.store(out + token * columns + column, acc.to(out.dtype.element_ty), mask=column < columns)
+
+
+class Weights(NamedTuple):
+    """An expert layer's: ``up`` [experts, inner, 2 x middle] and ``down`` [experts, middle, outer], any strides.
+
+    ``interleaved``: gate and up take turns in the columns of ``up``; else gate comes first. Biases are contiguous.
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    act: tl.constexpr
+    interleaved: bool
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+def launch(weights: Weights, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """Output [tokens, outer] of x [tokens, inner]; ``ids`` and ``shares`` [tokens, k], contiguous as ``x``."""
+    tokens, top_k = ids.shape
+    experts, inner, both = weights.up.shape
+    middle, outer = both // 2, weights.down.shape[2]
+    pairs = tokens * top_k
+    tiles = MANY if pairs >= MANY_ROWS * experts else FEW
+    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
+    activated, parts = x.new_empty(pairs, middle), x.new_empty(pairs, outer)
+    out = x.new_empty(tokens, outer)
+    padded: dict[str, Any] = {"EXPERTS": triton.next_power_of_2(experts)}
+    with launching_on(x):
+        _route[(experts,)](ids, order, starts, pairs, PAIRS=min(_PAIRS, triton.next_power_of_2(pairs)))
+        cut, grid = _cut(tiles["up"], middle, pairs, experts)
+        _up[grid](
+            x,
+            weights.up,
+            weights.up_bias,
+            activated,
+            order,
+            starts,
+            experts,
+            inner,
+            middle,
+            weights.limit,
+            weights.alpha,
+            x.stride(0),
+            *weights.up.stride(),
+            TOP_K=top_k,
+            ACT=weights.act,
+            INTERLEAVED=weights.interleaved,
+            BIAS=weights.up_bias is not None,
+            **cut,
+            **padded,
+        )
+        cut, grid = _cut(tiles["down"], outer, pairs, experts)
+        _down[grid](
+            activated,
+            weights.down,
+            weights.down_bias,
+            shares,
+            parts,
+            order,
+            starts,
+            experts,
+            middle,
+            outer,
+            *weights.down.stride(),
+            BIAS=weights.down_bias is not None,
+            **cut,
+            **padded,
+        )
+        _sum[(tokens, triton.cdiv(outer, _SUMMED))](parts, out, outer, TOP_K=top_k, COLUMNS=_SUMMED)
+    return out
+
+
+def _cut(tiles: Tiles, columns: int, pairs: int, experts: int) -> tuple[dict[str, Any], tuple[int, int]]:
+    """A product's options, and its grid: tiles of columns by at most so many tiles of rows."""
+    rows = min(pairs, pairs // tiles.rows + experts)
+    options = {
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "INNER": tiles.inner,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    return options, (triton.cdiv(columns, tiles.columns), rows)
