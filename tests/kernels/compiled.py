@@ -15,15 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvtier.attention.kernels import triton_checksum, triton_words, triton_write_kv
+from runner.model.fused import triton_experts
 
 STRIDES = ["block", "token", "head"]
 
 
 def ptx(capability: int, kernel: Any, pointers: dict[str, str], sizes: dict[str, str], **constants: Any) -> str:
-    """``pointers`` and ``sizes``: Triton types by argument; all multiples of 16."""
+    """``pointers`` and ``sizes``: Triton types by argument; all but floats are multiples of 16."""
     signature = {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}
     signature = {name: signature[name] for name in kernel.arg_names}
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name in sizes]
+    whole = {name for name, kind in sizes.items() if kind != "fp32"}
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name in whole]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])
@@ -59,6 +61,19 @@ def write_kv(capability: int, new: str, pool: str, scaled: bool) -> str:
     )
 
 
+def experts(capability: int, product: str, few: bool) -> str:
+    """A product of gpt-oss-20b's experts."""
+    tiles = (triton_experts.FEW if few else triton_experts.MANY)[product]
+    pointers = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16") | dict.fromkeys(("order", "starts"), "*i32")
+    sizes = dict.fromkeys(("experts", "inner", "columns", "w_expert", "w_inner"), "i32")
+    constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner, "EXPERTS": 32, "BIAS": True}
+    if product == "down":
+        return ptx(capability, triton_experts._down, pointers | {"share": "*bf16"}, sizes, w_column=1, **constants)
+    sizes |= {"x_row": "i32", "limit": "fp32", "alpha": "fp32"}
+    constants |= {"TOP_K": 4, "ACT": int(triton_experts.Act.CLAMPED), "INTERLEAVED": True}
+    return ptx(capability, triton_experts._up, pointers, sizes, w_column=1, **constants)
+
+
 def main(capability: int) -> dict[str, str]:
     addresses = {"addresses": "*i64", "sums": "*i64"}
     tiles = {"TILE": triton_checksum.TILE_WORDS, "TILES": triton_checksum.TILES}
@@ -73,6 +88,20 @@ def main(capability: int) -> dict[str, str]:
             TILE=triton_words.TILE_WORDS,
         ),
         "checksum": ptx(capability, triton_checksum.checksum_kernel, addresses, {"block_bytes": "i32"}, **tiles),
+        "route": ptx(
+            capability,
+            triton_experts._route,
+            {"ids": "*i64", "order": "*i32", "starts": "*i32"},
+            {"pairs": "i32"},
+            PAIRS=256,
+        ),
+        "sum": ptx(
+            capability, triton_experts._sum, {"x": "*bf16", "out": "*bf16"}, {"columns": "i32"}, TOP_K=4, COLUMNS=1024
+        ),
+    } | {
+        f"{product}, {amount}": experts(capability, product, amount == "few")
+        for product in ("up", "down")
+        for amount in ("few", "many")
     }
 
 

@@ -38,7 +38,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_nothing_spills(ptx: dict[str, str]) -> None:
-    assert len(ptx) == 4
+    assert len(ptx) == 10
     assert not [name for name, text in ptx.items() if re.search(r"\b(ld|st)\.local", text)]
 
 
@@ -54,3 +54,15 @@ def test_loads_and_stores_are_16_bytes_wide(ptx: dict[str, str], kernel: str, lo
 def test_float8_is_divided_as_the_host_divides(ptx: dict[str, str]) -> None:
     assert set(re.findall(r"\bdiv\.[\w.]+", ptx["write fp8"])) == {"div.rn.f32"}
     assert len(re.findall(r"\bst\.global[\w.]*\.v2\.b32", ptx["write fp8"])) == 2  # 8 values of K, 8 of V
+
+
+@pytest.mark.parametrize("kernel", ["up, few", "down, few"])
+def test_experts_of_a_decode_step_stream_their_weights(ptx: dict[str, str], kernel: str) -> None:
+    """Past the registers, 16 bytes a copy, while the tensor cores work."""
+    assert re.search(r"\bcp\.async\.cg\.shared\.global[^;]*, 0x10,", ptx[kernel])
+    assert re.search(r"\bmma\.sync\.\S*\.bf16", ptx[kernel])
+
+
+@pytest.mark.parametrize("kernel", ["up, many", "down, many"])
+def test_experts_of_a_prompt_use_the_tensor_cores_of_hopper(ptx: dict[str, str], kernel: str) -> None:
+    assert re.search(r"\bwgmma\.mma_async\.\S*\.bf16", ptx[kernel])

@@ -88,7 +88,7 @@ def _clamp(module: Any) -> tuple[float, float]:
 
 def _activation(module: Any) -> tuple[Any, bool, float, float] | None:
     """Which activation it is, whether its columns are interleaved, limit and slope: found by trying its own gate."""
-    from runner.model.fused import triton_experts as kernels
+    from runner.model.fused.triton_experts import Act
 
     limit, alpha = _clamp(module)
     both = 8 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).to(module.gate_up_proj.device)
@@ -97,9 +97,9 @@ def _activation(module: Any) -> tuple[Any, bool, float, float] | None:
         gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, -1)
         clamped = gate.clamp(max=limit)
         for act, value in (
-            (kernels.SILU, F.silu(gate) * up),
-            (kernels.GELU_TANH, F.gelu(gate, approximate="tanh") * up),
-            (kernels.CLAMPED, (up.clamp(-limit, limit) + 1) * clamped * torch.sigmoid(clamped * alpha)),
+            (Act.SILU, F.silu(gate) * up),
+            (Act.GELU_TANH, F.gelu(gate, approximate="tanh") * up),
+            (Act.CLAMPED, (up.clamp(-limit, limit) + 1) * clamped * torch.sigmoid(clamped * alpha)),
         ):
             if own.shape == value.shape and torch.allclose(own, value, rtol=1e-4, atol=1e-4):
                 return act, interleaved, limit, alpha

@@ -6,6 +6,7 @@ tile of rows finds its expert and its tokens by ``starts`` and ``order``. Sums g
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,16 @@ from torch import Tensor
 
 from kvtier.attention.kernels.launch import launching_on
 
-SILU, GELU_TANH, CLAMPED = (tl.constexpr(i) for i in range(3))
+
+class Act(IntEnum):
+    """What is made of gate and up."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2
+    """gpt-oss's: both are clamped, and up counts from 1."""
+
+
 _PAIRS = 1024
 """Pairs that a program of ``_route`` looks at at once."""
 _SUMMED = 1024
@@ -225,7 +235,7 @@ class Weights(NamedTuple):
     down: Tensor
     up_bias: Tensor | None
     down_bias: Tensor | None
-    act: tl.constexpr
+    act: Act
     interleaved: bool
     limit: float = 0.0
     alpha: float = 0.0
@@ -261,7 +271,7 @@ def launch(weights: Weights, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
             x.stride(0),
             *weights.up.stride(),
             TOP_K=top_k,
-            ACT=weights.act,
+            ACT=int(weights.act),
             INTERLEAVED=weights.interleaved,
             BIAS=weights.up_bias is not None,
             **cut,

@@ -1,0 +1,182 @@
+"""Layers of experts and norms that run as fewer kernels, against transformers' own forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="make test installs it")
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from runner.model.fused import experts, norms, table, triton_experts
+from runner.model.fused.triton_experts import Act
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def gpt_oss(experts: int = 5) -> GptOssExperts:
+    config = GptOssConfig(**SMALL, **HEADS, intermediate_size=40, num_local_experts=experts, num_experts_per_tok=2)
+    return with_random_weights(GptOssExperts(config))
+
+
+def mixtral(experts: int = 5, act: str = "silu") -> MixtralExperts:
+    config = MixtralConfig(**SMALL, **HEADS, intermediate_size=40, num_local_experts=experts, hidden_act=act)
+    return with_random_weights(MixtralExperts(config))
+
+
+def qwen3(experts: int = 5) -> Qwen3MoeExperts:
+    config = Qwen3MoeConfig(**SMALL, **HEADS, moe_intermediate_size=40, num_experts=experts)
+    return with_random_weights(Qwen3MoeExperts(config))
+
+
+def with_random_weights(module: Any) -> Any:
+    module.config._experts_implementation = "eager"  # a loop over experts: nothing of ours is in it
+    generator = torch.Generator().manual_seed(7)
+    for weight in module.parameters():
+        weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
+    return module.requires_grad_(False)
+
+
+def step(tokens: int, of: int, top_k: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    scores, ids = torch.randn(tokens, of, generator=generator).topk(top_k)
+    return torch.randn(tokens, 48, generator=generator), ids, scores.softmax(1)
+
+
+@pytest.mark.parametrize("make", [gpt_oss, mixtral, qwen3])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_experts_give_what_their_own_loop_gives(make: Any, tokens: int) -> None:
+    module = make()
+    forward = experts.fused(module)
+    assert forward is not None
+    torch.testing.assert_close(forward(*step(tokens, 5)), module(*step(tokens, 5)), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_a_prompt_are_cut_into_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_experts, "FEW", {})  # whoever takes these fails
+    module = gpt_oss(2)
+    forward = experts.fused(module)
+    assert forward is not None
+    x = step(triton_experts.MANY_ROWS + 3, 2)
+    torch.testing.assert_close(forward(*x), module(*x), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_that_no_token_goes_to_are_passed_over() -> None:
+    module, (x, ids, shares) = gpt_oss(), step(9, 5)
+    forward = experts.fused(module)
+    assert forward is not None
+    for expert in range(5):
+        everybody = torch.full_like(ids, expert)
+        everybody[:, 1] = (expert + 2) % 5
+        torch.testing.assert_close(forward(x, everybody, shares), module(x, everybody, shares), rtol=1e-4, atol=1e-4)
+    assert forward(x[:0], ids[:0], shares[:0]).shape == (0, 48)
+
+
+@pytest.mark.parametrize("pairs", [1, 255, 256, 3000])
+def test_pairs_are_sorted_by_expert_and_keep_their_order(pairs: int) -> None:
+    ids = torch.randint(0, 6, (pairs,), generator=torch.Generator().manual_seed(pairs))
+    order, starts = torch.empty(pairs, dtype=torch.int32), torch.empty(7, dtype=torch.int32)
+    triton_experts._route[(6,)](ids, order, starts, pairs, PAIRS=256)
+    assert torch.equal(order.long(), torch.sort(ids, stable=True).indices)
+    assert torch.equal(starts.long(), torch.searchsorted(torch.sort(ids).values, torch.arange(7)))
+
+
+@pytest.mark.parametrize(("make", "act", "interleaved"), [(gpt_oss, Act.CLAMPED, True), (mixtral, Act.SILU, False)])
+def test_the_activation_is_found_by_trying_the_gate(make: Any, act: Act, interleaved: bool) -> None:
+    found = experts._activation(make())
+    assert found is not None
+    assert found[:2] == (act, interleaved)
+
+
+def test_gelu_is_found_and_an_unknown_activation_is_left_alone() -> None:
+    module = mixtral(act="gelu_pytorch_tanh")
+    forward = experts.fused(module)
+    assert forward is not None
+    torch.testing.assert_close(forward(*step(7, 5)), module(*step(7, 5)), rtol=1e-4, atol=1e-4)
+    assert experts.fused(mixtral(act="relu")) is None
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run in Triton's interpreter."""
+    monkeypatch.setattr(table, "runs_kernel", lambda device: True)
+
+
+def model_of(config: Any) -> Any:
+    config._experts_implementation = "eager"
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def test_a_model_keeps_its_logits(everywhere: None) -> None:
+    config = GptOssConfig(**SMALL, **HEADS, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2)
+    model, ids = model_of(config), torch.arange(20)[None]
+    own = model(ids).logits
+    assert table.fuse(model, CPU) == {"experts": 2, "norms": 5}
+    torch.testing.assert_close(model(ids).logits, own, rtol=1e-4, atol=1e-4)
+
+
+def test_no_bit_of_a_norm_changes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of(Gemma3TextConfig(**SMALL, **HEADS, intermediate_size=40)), torch.arange(20)[None]
+    for module in model.modules():
+        if norms.is_one(module):
+            module.weight.normal_()
+    own = model(ids).logits
+    assert table.fuse(model, CPU)["norms"] == 13  # four and two a layer, one at the end
+    called: list[tuple[int, ...]] = []
+    inner = nn.functional.rms_norm
+    monkeypatch.setattr(nn.functional, "rms_norm", lambda x, *rest: called.append(x.shape) or inner(x, *rest))
+    assert torch.equal(model(ids).logits, own)
+    assert len(called) == 13
+
+
+def test_what_does_not_stand_the_trial_keeps_its_own_forward(
+    everywhere: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels that are wrong, and kernels that do not compile."""
+    caplog.set_level("INFO", "kvtier.fused")
+    module = nn.Sequential(gpt_oss(), gpt_oss())
+    inner = triton_experts.launch
+    monkeypatch.setattr(triton_experts, "launch", lambda *given: inner(*given) * 1.01)
+    assert table.fuse(module, CPU) == {"experts": 0, "norms": 0}
+    assert caplog.text.count("GptOssExperts keeps its own forward: differs by 0.01 on 1 tokens") == 1  # one trial
+    monkeypatch.setattr(triton_experts, "launch", lambda *given: 1 / 0)
+    assert table.fuse(module, CPU) == {"experts": 0, "norms": 0}
+    assert "GptOssExperts keeps its own forward: ZeroDivisionError" in caplog.text
+    assert "forward" not in vars(module[0])
+
+
+class OtherRMSNorm(nn.Module):
+    """A name that says one thing, and a forward that does another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 48))
+        self.eps = 1e-6
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states / hidden_states.abs().mean(-1, keepdim=True) * self.weight
+
+
+def test_a_norm_of_another_kind_keeps_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier.fused")
+    module = nn.Sequential(OtherRMSNorm())
+    assert table.fuse(module, CPU) == {"experts": 0, "norms": 0}
+    assert "OtherRMSNorm keeps its own forward: differs by" in caplog.text
+
+
+def test_layers_with_more_than_experts_in_them_are_not_candidates() -> None:
+    module = gpt_oss()
+    assert experts.is_one(module)
+    for name, value in (("has_post_expert_norm", True), ("_is_expert_parallel", True), ("has_gate", False)):
+        other = gpt_oss()
+        setattr(other, name, value)
+        assert not experts.is_one(other), name
+    assert not experts.is_one(nn.Linear(2, 2))
