@@ -155,9 +155,7 @@ def test_a_child_neither_ends_copies_nor_gives_memory_back(closes, make_cache, m
     """Pinned memory is not even mapped there: what is unmapped at its address might be something else."""
     monkeypatch.setattr(Told, "closed_by", [])
     cache = make_cache(host=8, copy_engine=Told)
-    tier = [
-        HostTier([group()], MEMORY.copy(), 2048, "off", 30.0, Told, "memory://", model_id="m", key_secret=b"s")
-    ]
+    tier = [HostTier([group()], MEMORY.copy(), 2048, "off", 30.0, Told, "memory://", model_id="m", key_secret=b"s")]
     freed = weakref.ref(inside.tier_arena(tier[0]))
 
     def end() -> str:

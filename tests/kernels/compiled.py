@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvtier.attention.kernels import triton_checksum, triton_words, triton_write_kv
-from runner.model.fused import triton_experts
+from runner.model.fused import triton_experts, triton_rope
 
 STRIDES = ["block", "token", "head"]
 
@@ -63,7 +63,7 @@ def write_kv(capability: int, new: str, pool: str, scaled: bool) -> str:
 
 def experts(capability: int, product: str, few: bool) -> str:
     """A product of gpt-oss-20b's experts."""
-    tiles = (triton_experts.FEW if few else triton_experts.MANY)[product]
+    tiles = (triton_experts.HOPPER.few if few else triton_experts.HOPPER.many)[product == "down"]
     pointers = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16") | dict.fromkeys(("order", "starts"), "*i32")
     sizes = dict.fromkeys(("experts", "inner", "columns", "w_expert", "w_inner"), "i32")
     constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner, "EXPERTS": 32, "BIAS": True}
@@ -72,6 +72,14 @@ def experts(capability: int, product: str, few: bool) -> str:
     sizes |= {"x_row": "i32", "limit": "fp32", "alpha": "fp32"}
     constants |= {"TOP_K": 4, "ACT": int(triton_experts.Act.CLAMPED), "INTERLEAVED": True}
     return ptx(capability, triton_experts._up, pointers, sizes, w_column=1, **constants)
+
+
+def rope(capability: int) -> str:
+    """gpt-oss-20b's."""
+    strides = [f"{x}_{s}" for x in ("q", "k", "q_out", "k_out") for s in ("head", "token")] + ["cos_token", "sin_token"]
+    pointers = dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), "*bf16")
+    constants = {"Q_HEADS": 64, "Q_TILE": 64, "K_HEADS": 8, "K_TILE": 8, "HALF": 32, "TILE": 32, "SECOND": 0}
+    return ptx(capability, triton_rope._rope, pointers, dict.fromkeys(strides, "i32"), **constants)
 
 
 def main(capability: int) -> dict[str, str]:
@@ -88,6 +96,7 @@ def main(capability: int) -> dict[str, str]:
             TILE=triton_words.TILE_WORDS,
         ),
         "checksum": ptx(capability, triton_checksum.checksum_kernel, addresses, {"block_bytes": "i32"}, **tiles),
+        "rope": rope(capability),
         "route": ptx(
             capability,
             triton_experts._route,

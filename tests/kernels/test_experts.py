@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from runner.model.fused import experts, norms, table, triton_experts
+from runner.model.fused import experts, norms, rope, table, triton_experts
 from runner.model.fused.triton_experts import Act
 
 CPU = torch.device("cpu")
+NOTHING = {"experts": 0, "rope": 0, "norms": 0}
 SMALL: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -61,11 +63,12 @@ def test_experts_give_what_their_own_loop_gives(make: Any, tokens: int) -> None:
 
 
 def test_experts_of_a_prompt_are_cut_into_larger_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_experts, "FEW", {})  # whoever takes these fails
+    without = triton_experts.HOPPER._replace(few=())  # whoever takes these fails
+    monkeypatch.setattr(triton_experts, "HOPPER", without)
     module = gpt_oss(2)
     forward = experts.fused(module)
     assert forward is not None
-    x = step(triton_experts.MANY_ROWS + 3, 2)
+    x = step(100, 2)
     torch.testing.assert_close(forward(*x), module(*x), rtol=1e-4, atol=1e-4)
 
 
@@ -119,7 +122,7 @@ def test_a_model_keeps_its_logits(everywhere: None) -> None:
     config = GptOssConfig(**SMALL, **HEADS, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2)
     model, ids = model_of(config), torch.arange(20)[None]
     own = model(ids).logits
-    assert table.fuse(model, CPU) == {"experts": 2, "norms": 5}
+    assert table.fuse(model, CPU) == {"experts": 2, "rope": 2, "norms": 5}
     torch.testing.assert_close(model(ids).logits, own, rtol=1e-4, atol=1e-4)
 
 
@@ -145,12 +148,50 @@ def test_what_does_not_stand_the_trial_keeps_its_own_forward(
     module = nn.Sequential(gpt_oss(), gpt_oss())
     inner = triton_experts.launch
     monkeypatch.setattr(triton_experts, "launch", lambda *given: inner(*given) * 1.01)
-    assert table.fuse(module, CPU) == {"experts": 0, "norms": 0}
+    assert table.fuse(module, CPU) == NOTHING
     assert caplog.text.count("GptOssExperts keeps its own forward: differs by 0.01 on 1 tokens") == 1  # one trial
     monkeypatch.setattr(triton_experts, "launch", lambda *given: 1 / 0)
-    assert table.fuse(module, CPU) == {"experts": 0, "norms": 0}
+    assert table.fuse(module, CPU) == NOTHING
     assert "GptOssExperts keeps its own forward: ZeroDivisionError" in caplog.text
     assert "forward" not in vars(module[0])
+
+
+def test_a_chip_with_less_shared_memory_gets_smaller_tiles(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_experts, "HOPPER", None)  # as tiles that the chip refuses: an error
+    module = nn.Sequential(gpt_oss())
+    assert table.fuse(module, CPU)["experts"] == 1
+    torch.testing.assert_close(module[0](*step(7, 5)), gpt_oss()(*step(7, 5)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_turn_queries_and_keys_as_the_family_does(family: str, dtype: torch.dtype) -> None:
+    """gpt-oss has an angle for each pair of numbers, Llama for each number."""
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    own, angles = file.apply_rotary_pos_emb, 12 if family == "llama" else 6
+    q, k = (torch.randn(1, 7, heads, 12).transpose(1, 2).to(dtype) for heads in (6, 3))
+    cos, sin = (torch.randn(1, 7, angles).to(dtype) for _ in range(2))
+    refused: list[int] = []
+    ours = rope.turning(lambda *given, **more: refused.append(1) or own(*given, **more))
+    for found, expected in zip(ours(q, k, cos, sin), own(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=2e-2)
+        assert found.transpose(1, 2).is_contiguous(), "a token's heads lie side by side, as pools want them"
+    assert not refused
+    for given in ((q, k, cos, sin, 1), (torch.cat([q, q]), torch.cat([k, k]), cos, sin)):
+        torch.testing.assert_close(ours(*given)[0], own(*given)[0])
+    assert len(refused) == 2
+
+
+def test_only_the_modules_of_a_model_turn_otherwise(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = importlib.import_module("transformers.models.gpt_oss.modeling_gpt_oss")
+    own = file.apply_rotary_pos_emb
+    config = GptOssConfig(**SMALL, **HEADS, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2)
+    model = model_of(config)
+    attention = model.model.layers[0].self_attn
+    assert rope.differs(attention, rope.fused(attention)) == ""
+    assert file.apply_rotary_pos_emb is own
+    monkeypatch.setattr(rope, "turning", lambda own: lambda q, k, cos, sin: own(q, k, sin, cos))
+    assert "with 32 angles" in rope.differs(attention, rope.fused(attention))
 
 
 class OtherRMSNorm(nn.Module):
@@ -168,7 +209,7 @@ class OtherRMSNorm(nn.Module):
 def test_a_norm_of_another_kind_keeps_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier.fused")
     module = nn.Sequential(OtherRMSNorm())
-    assert table.fuse(module, CPU) == {"experts": 0, "norms": 0}
+    assert table.fuse(module, CPU) == NOTHING
     assert "OtherRMSNorm keeps its own forward: differs by" in caplog.text
 
 

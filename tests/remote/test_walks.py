@@ -147,4 +147,3 @@ def test_random_requests_over_a_shared_store(make_serving, monkeypatch, seed):
         walk.drain(serving)
         for request_id in serving.requests:
             assert request_id in serving.finished
-

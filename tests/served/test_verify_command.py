@@ -87,9 +87,7 @@ def test_requests_are_interrupted_whatever_their_lengths(
     family: Callable[[str], Family], name: str, tokens: int | None, prompts: int, new_tokens: int
 ) -> None:
     interrupted = [BY_NAME["recompute"], BY_NAME["resume"]]
-    report = kit.run(
-        family(name).model, tokens=tokens, prompts=prompts, new_tokens=new_tokens, scenarios=interrupted
-    )
+    report = kit.run(family(name).model, tokens=tokens, prompts=prompts, new_tokens=new_tokens, scenarios=interrupted)
     assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
 
 

@@ -17,8 +17,7 @@ from server.running import Running, serving
 
 JSON = {"content-type": "application/json"}
 HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
-    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 )
 
 

@@ -8,6 +8,7 @@ Whatever cannot be told from the module's own attributes, or does not stand the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ def kind(module: Any) -> tuple[object, ...]:
     return type(module), up.shape, up.stride(), down.shape, down.stride(), up.dtype, act, _clamp(module)
 
 
-def fused(module: Any) -> Callable[..., Tensor] | None:
+def fused(module: Any, cuts: str = "HOPPER") -> Callable[..., Tensor] | None:
     """A forward for ``module``; None if its activation is none that is known here."""
+    from runner.model.fused import triton_experts
     from runner.model.fused.triton_experts import Weights, launch
 
     transposed, biased = module.is_transposed, module.has_bias
@@ -47,17 +49,17 @@ def fused(module: Any) -> Callable[..., Tensor] | None:
     act = _activation(module)
     if act is None or up.dtype not in _TOLERANCE or down.dtype is not up.dtype:
         return None
-    weights = Weights(up, down, up_bias, down_bias, *act)
+    weights, cut = Weights(up, down, up_bias, down_bias, *act), getattr(triton_experts, cuts)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not len(hidden_states):
             return torch.empty_like(hidden_states)
-        return launch(weights, hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous())
+        return launch(weights, cut, hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous())
 
     return forward
 
 
-WAYS = (fused,)
+WAYS = fused, partial(fused, cuts="SMALLER")
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvtier.attention.kernels.choice import runs_kernel
 from kvtier.machine.device import forget_last_error
-from runner.model.fused import experts, norms
+from runner.model.fused import experts, norms, rope
 
 _log = logging.getLogger("kvtier.fused")
 
@@ -26,7 +26,7 @@ Maker = Callable[[Any], Callable[..., Tensor]]
 
 def fuse(model: nn.Module, device: torch.device) -> dict[str, int]:
     """Fuses what can be fused; returns how many modules of each sort were."""
-    counts = {"experts": 0, "norms": 0}
+    counts = {"experts": 0, "rope": 0, "norms": 0}
     trials: dict[tuple[object, ...], Maker | None] = {}
     for sort, module in _candidates(model, device):
         of_kind = sort.kind(module)
@@ -43,19 +43,24 @@ def _candidates(model: nn.Module, device: torch.device) -> Iterator[tuple[Any, A
     for module in model.modules():
         if kernels and experts.is_one(module):
             yield experts, module
+        elif kernels and rope.is_one(module):
+            yield rope, module
         elif norms.is_one(module):
             yield norms, module
 
 
 def _tried(sort: Any, module: Any, device: torch.device) -> Maker | None:
     """How modules of this one's kind are fused; None if they are not."""
-    try:
-        why = "its activation is not known"
-        for make in sort.WAYS:
-            if (forward := make(module)) is not None and not (why := sort.differs(module, forward)):
+    whys = []
+    for make in sort.WAYS:
+        try:
+            forward = make(module)
+            why = "its activation is not known" if forward is None else sort.differs(module, forward)
+            if not why:
                 return make
-    except Exception as problem:  # whatever a compiler or modeling code trips over
-        forget_last_error(device)
-        why = f"{type(problem).__name__}: {problem}"
-    _log.info("%s keeps its own forward: %s", type(module).__name__, why)
+        except Exception as problem:  # whatever a compiler or modeling code trips over
+            forget_last_error(device)
+            why = f"{type(problem).__name__}: {problem}"
+        whys.append(why)
+    _log.info("%s keeps its own forward: %s", type(module).__name__, "; ".join(whys))
     return None

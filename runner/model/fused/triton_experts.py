@@ -41,12 +41,20 @@ class Tiles(NamedTuple):
     stages: int
 
 
-FEW = {"up": Tiles(16, 64, 128, 4, 4), "down": Tiles(16, 128, 64, 8, 4)}
-"""For steps whose experts have a handful of rows each: the memory is the limit."""
-MANY = {"up": Tiles(128, 64, 64, 8, 3), "down": Tiles(128, 128, 64, 8, 3)}
-"""For prompts: the tensor cores are."""
-MANY_ROWS = 48
-"""Of an expert on average, from which on ``MANY`` is used."""
+class Cuts(NamedTuple):
+    """The tiles of both products, for ``few`` rows of an expert (the memory is the limit) and for more."""
+
+    few: tuple[Tiles, Tiles]
+    many: tuple[Tiles, Tiles]
+
+
+HOPPER = Cuts(
+    (Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 64, 8, 4)), (Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4))
+)
+SMALLER = Cuts((Tiles(16, 32, 64, 4, 4), Tiles(16, 64, 64, 4, 4)), (Tiles(64, 64, 32, 4, 3), Tiles(64, 128, 32, 4, 3)))
+"""For chips with less shared memory: at most 48 KiB are used."""
+MANY_ROWS = 8
+"""Of an expert on average: from there on larger tiles are as fast, and faster the more there are (H100)."""
 
 
 @triton.jit
@@ -241,13 +249,13 @@ class Weights(NamedTuple):
     alpha: float = 0.0
 
 
-def launch(weights: Weights, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+def launch(weights: Weights, cuts: Cuts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """Output [tokens, outer] of x [tokens, inner]; ``ids`` and ``shares`` [tokens, k], contiguous as ``x``."""
     tokens, top_k = ids.shape
     experts, inner, both = weights.up.shape
     middle, outer = both // 2, weights.down.shape[2]
     pairs = tokens * top_k
-    tiles = MANY if pairs >= MANY_ROWS * experts else FEW
+    for_up, for_down = cuts.many if pairs >= MANY_ROWS * experts else cuts.few
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
     activated, parts = x.new_empty(pairs, middle), x.new_empty(pairs, outer)
@@ -255,7 +263,7 @@ def launch(weights: Weights, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     padded: dict[str, Any] = {"EXPERTS": triton.next_power_of_2(experts)}
     with launching_on(x):
         _route[(experts,)](ids, order, starts, pairs, PAIRS=min(_PAIRS, triton.next_power_of_2(pairs)))
-        cut, grid = _cut(tiles["up"], middle, pairs, experts)
+        cut, grid = _cut(for_up, middle, pairs, experts)
         _up[grid](
             x,
             weights.up,
@@ -277,7 +285,7 @@ def launch(weights: Weights, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
             **cut,
             **padded,
         )
-        cut, grid = _cut(tiles["down"], outer, pairs, experts)
+        cut, grid = _cut(for_down, outer, pairs, experts)
         _down[grid](
             activated,
             weights.down,

@@ -16,7 +16,7 @@ BOTH = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)}
 
 @pytest.fixture
 def served(make_serving):
-    """"lost" was served, and its content has gone; "runs" runs, in a pool of twenty blocks."""
+    """ "lost" was served, and its content has gone; "runs" runs, in a pool of twenty blocks."""
     serving = make_serving(FULL, 20)
     serving.serve("before", prompt(0, 25), 1)
     serving.serve("other", prompt(1, 76), 1)

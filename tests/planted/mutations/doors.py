@@ -119,7 +119,7 @@ MUTATIONS = (
         "I18",
         "a child waits for threads that only its parent has",
         "core/forks",
-        ("Core.on_fork", "self.is_closed, self._why = True, of_another_process(\"this cache\")", "pass"),
+        ("Core.on_fork", 'self.is_closed, self._why = True, of_another_process("this cache")', "pass"),
     ),
     mutation(
         "forked_child_frees_its_parents_memory_when_it_drops_it",

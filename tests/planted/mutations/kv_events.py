@@ -98,7 +98,10 @@ MUTATIONS = (
         "I25",
         "what the store has is never told if the publisher's thread was behind once",
         "core/kv_events/publisher",
-        ("KVEventPublisher._look_at_remote", "self._worker.hand_of_remote(RemoteNews(changes, is_used))",
-         "self._worker.takes_more and self._worker.hand_of_remote(RemoteNews(changes, is_used))"),
+        (
+            "KVEventPublisher._look_at_remote",
+            "self._worker.hand_of_remote(RemoteNews(changes, is_used))",
+            "self._worker.takes_more and self._worker.hand_of_remote(RemoteNews(changes, is_used))",
+        ),
     ),
 )

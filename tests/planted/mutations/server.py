@@ -148,8 +148,11 @@ MUTATIONS = (
         "",
         "one holder takes the cache from all others",
         "server/owners",
-        ("check_reset", "caller.is_admin or not (self._has_admin or self._are_several)",
-         "caller.is_admin or not self._has_admin"),
+        (
+            "check_reset",
+            "caller.is_admin or not (self._has_admin or self._are_several)",
+            "caller.is_admin or not self._has_admin",
+        ),
     ),
     mutation(
         "server_takes_any_page_that_says_where_it_is_from",
@@ -170,16 +173,22 @@ MUTATIONS = (
         "",
         "a few thousand connections that say nothing keep everybody out",
         "server/connections",
-        ("enter", "waiting = self._by_doing[Doing.IDLE] or self._by_doing[Doing.COMING]",
-         "waiting = self._by_doing[Doing.COMING]"),
+        (
+            "enter",
+            "waiting = self._by_doing[Doing.IDLE] or self._by_doing[Doing.COMING]",
+            "waiting = self._by_doing[Doing.COMING]",
+        ),
     ),
     mutation(
         "salts_of_keys_are_those_of_all",
         "",
         "holders of different keys find each other's prompts in the cache",
         "server/owners",
-        ("salt", 'hmac.digest(self.key, _SALT + (asked or "").encode(), "sha256")',
-         'hmac.digest(b"one", _SALT + (asked or "").encode(), "sha256")'),
+        (
+            "salt",
+            'hmac.digest(self.key, _SALT + (asked or "").encode(), "sha256")',
+            'hmac.digest(b"one", _SALT + (asked or "").encode(), "sha256")',
+        ),
     ),
     mutation(
         "page_keeps_snapshots_for_slow_readers",
@@ -193,8 +202,11 @@ MUTATIONS = (
         "",
         "fifty pages cost fifty times as much as one",
         "server/watch",
-        ("events", "while (event := await listener.next()) is not None: yield event",
-         "while await listener.next() is not None:\n            self.sample()\n            yield self._newest"),
+        (
+            "events",
+            "while (event := await listener.next()) is not None: yield event",
+            "while await listener.next() is not None:\n            self.sample()\n            yield self._newest",
+        ),
     ),
     mutation(
         "page_never_lets_go",
