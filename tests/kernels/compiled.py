@@ -79,7 +79,9 @@ def rope(capability: int) -> str:
     strides = [f"{x}_{s}" for x in ("q", "k", "q_out", "k_out") for s in ("head", "token")] + ["cos_token", "sin_token"]
     pointers = dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), "*bf16")
     constants = {"Q_HEADS": 64, "Q_TILE": 64, "K_HEADS": 8, "K_TILE": 8, "HALF": 32, "TILE": 32, "SECOND": 0}
-    return ptx(capability, triton_rope._rope, pointers, dict.fromkeys(strides, "i32"), **constants)
+    return ptx(
+        capability, triton_rope._rope, pointers, dict.fromkeys(strides, "i32"), cos_angle=1, sin_angle=1, **constants
+    )
 
 
 def main(capability: int) -> dict[str, str]:

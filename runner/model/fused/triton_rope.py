@@ -43,7 +43,9 @@ def _rope(
     k_out_head,
     k_out_token,
     cos_token,
+    cos_angle,
     sin_token,
+    sin_angle,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     Q_TILE: tl.constexpr,
@@ -52,15 +54,15 @@ def _rope(
     TILE: tl.constexpr,
     SECOND: tl.constexpr,
 ):
-    """Grid (tokens,). ``SECOND``: where the angles of the second half begin in a row of cos and sin."""
+    """Grid (tokens,). ``SECOND``: the first angle of the second half."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, TILE)[None, :]
-    cs = cos + token * cos_token + i
-    ss = sin + token * sin_token + i
+    cs = cos + token * cos_token + i * cos_angle
+    ss = sin + token * sin_token + i * sin_angle
     c1 = tl.load(cs, mask=i < HALF, other=0.0).to(tl.float32)
     s1 = tl.load(ss, mask=i < HALF, other=0.0).to(tl.float32)
-    c2 = tl.load(cs + SECOND, mask=i < HALF, other=0.0).to(tl.float32)
-    s2 = tl.load(ss + SECOND, mask=i < HALF, other=0.0).to(tl.float32)
+    c2 = tl.load(cs + SECOND * cos_angle, mask=i < HALF, other=0.0).to(tl.float32)
+    s2 = tl.load(ss + SECOND * sin_angle, mask=i < HALF, other=0.0).to(tl.float32)
     # fmt: off
     _turned(q, q_out, c1, c2, s1, s2, token, q_head, q_token, q_out_head, q_out_token, Q_HEADS, HALF, Q_TILE, TILE)
     _turned(k, k_out, c1, c2, s1, s2, token, k_head, k_token, k_out_head, k_out_token, K_HEADS, HALF, K_TILE, TILE)
@@ -83,8 +85,8 @@ def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             sin,
             *outs,
             *strides,
-            cos.stride(1),
-            sin.stride(1),
+            *cos.stride()[1:],
+            *sin.stride()[1:],
             Q_HEADS=q.shape[1],
             K_HEADS=k.shape[1],
             Q_TILE=triton.next_power_of_2(q.shape[1]),
@@ -108,6 +110,6 @@ def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and k.shape[-1] == size
         and size % 2 == 0
         and cos.shape[2] in (size, size // 2)
-        and all(x.stride(-1) == 1 for x in (q, k, cos, sin))
+        and q.stride(-1) == k.stride(-1) == 1
         and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
     )

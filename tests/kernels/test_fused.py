@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from runner.model.fused import experts, norms, rope, table, triton_experts
+from runner.model.fused import experts, norms, rope, table, triton_experts, triton_rope
 from runner.model.fused.triton_experts import Act
 
 CPU = torch.device("cpu")
@@ -118,12 +119,18 @@ def model_of(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def test_a_model_keeps_its_logits(everywhere: None) -> None:
+def test_a_model_keeps_its_logits(everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = GptOssConfig(**SMALL, **HEADS, intermediate_size=40, num_local_experts=5, num_experts_per_tok=2)
     model, ids = model_of(config), torch.arange(20)[None]
-    own = model(ids).logits
+    own, launched = model(ids).logits, list[str]()
+    for kernels in (triton_experts, triton_rope):
+        inner = kernels.launch
+        note = functools.partial(launched.append, kernels.__name__.rpartition(".")[2])
+        monkeypatch.setattr(kernels, "launch", lambda *given, inner=inner, note=note: note() or inner(*given))
     assert table.fuse(model, CPU) == {"experts": 2, "rope": 2, "norms": 5}
+    launched.clear()
     torch.testing.assert_close(model(ids).logits, own, rtol=1e-4, atol=1e-4)
+    assert launched == ["triton_rope", "triton_experts"] * 2
 
 
 def test_no_bit_of_a_norm_changes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +177,7 @@ def test_positions_turn_queries_and_keys_as_the_family_does(family: str, dtype: 
     file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     own, angles = file.apply_rotary_pos_emb, 12 if family == "llama" else 6
     q, k = (torch.randn(1, 7, heads, 12).transpose(1, 2).to(dtype) for heads in (6, 3))
-    cos, sin = (torch.randn(1, 7, angles).to(dtype) for _ in range(2))
+    cos, sin = (torch.randn(1, angles, 7).transpose(1, 2).to(dtype) for _ in range(2))  # transformers 5.17's strides
     refused: list[int] = []
     ours = rope.turning(lambda *given, **more: refused.append(1) or own(*given, **more))
     for found, expected in zip(ours(q, k, cos, sin), own(q, k, cos, sin), strict=True):
