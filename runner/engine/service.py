@@ -270,6 +270,7 @@ class Service:
             "model": self.model.name,
             "device": str(self.model.device),
             "attention": self.model.attention_stats(),
+            "fused": dict(self.model.fused),
             "graphs": None if self.graphs is None else self.graphs.stats(),
             "cache": self.cache.stats().to_dict(),
             "engine": {
