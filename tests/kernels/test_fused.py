@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("triton", reason="make test installs it")
+pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts

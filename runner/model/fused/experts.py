@@ -1,7 +1,7 @@
 """A layer of experts as four kernels, where transformers runs thirty.
 
-transformers sorts and copies tokens, pads products and combines them in kernels of their own: on an H100 its layers of
-gpt-oss-20b take 754 us for 64 tokens where reading the weights takes 530 (benchmarks/results/gpu.json).
+transformers sorts and copies tokens, pads products and combines them in kernels of their own. On an H100 its layers of
+gpt-oss-20b take 754 us for 64 tokens. Reading the weights takes 530 (benchmarks/results/gpu.json).
 Whatever cannot be told from the module's own attributes, or does not stand the trial, stays as it is.
 """
 
