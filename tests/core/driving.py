@@ -217,10 +217,11 @@ class Serving:
             if not self.step().num_tokens:
                 self.scheduler.wait(0.05)
         for _ in range(40):  # copies that were given up are not work, but their late ends are news
-            if self.cache.stats().transfers.live:
-                if isinstance(self.engine, SimulatedEngine):
-                    self.engine.end_lost()
-                self.step()
+            if not self.cache.stats().transfers.live:  # only a step could change it
+                break
+            if isinstance(self.engine, SimulatedEngine):
+                self.engine.end_lost()
+            self.step()
         self.check_quiet()
         return self.finished
 

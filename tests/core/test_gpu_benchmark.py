@@ -217,8 +217,10 @@ HANGS = "@pytest.mark.gpu\ndef test_hangs(): __import__('time').sleep(600)\n"
     ],
     ids=["pass", "skip", "fail", "teardown", "syntax", "crash", "none", "only skipped", "warning", "our own warning"],
 )
-def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, capsys):
+def test_device_tests_are_counted(tests, passed, failed, skipped, tmp_path, capsys, monkeypatch):
     """By a pytest that runs with this project's options, in which no counts are printed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # to load all plugins takes longer than the tests
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_some.py").write_text("import pytest\n" + "".join(tests))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from httpx._transports import default as transport
 from patience import PATIENCE_S
 
 from runner import AsyncLLM
@@ -23,6 +25,8 @@ from runner.server.sockets import bind
 
 for _step in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, _step, PATIENCE_S)  # httpx's own is 5 s
+# Each call of httpx.post would read all certificates anew, which takes 20 ms. Servers here speak plain HTTP.
+transport.create_ssl_context = functools.cache(transport.create_ssl_context)
 
 
 @dataclass
