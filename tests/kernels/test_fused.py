@@ -73,6 +73,15 @@ def test_experts_of_a_prompt_are_cut_into_larger_tiles(monkeypatch: pytest.Monke
     torch.testing.assert_close(forward(*x), module(*x), rtol=1e-4, atol=1e-4)
 
 
+def test_the_trial_tries_both_cuts_however_many_experts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    inner = triton_experts._cut
+    monkeypatch.setattr(triton_experts, "_cut", lambda tiles, *rest: tried.append(tiles.rows) or inner(tiles, *rest))
+    module = mixtral(40)
+    assert experts.differs(module, experts.fused(module)) == ""
+    assert set(tried) == {cut.rows for cuts in triton_experts.HOPPER for cut in cuts}
+
+
 def test_experts_that_no_token_goes_to_are_passed_over() -> None:
     module, (x, ids, shares) = gpt_oss(), step(9, 5)
     forward = experts.fused(module)
@@ -248,6 +257,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others(faster: None, inner: int
     whole = forward(x)
     for first, rows in ((0, 1), (5, 1), (299, 1), (7, 2), (50, 3), (100, 64), (0, 200)):
         assert torch.equal(forward(x[:, first : first + rows]), whole[:, first : first + rows]), (first, rows)
+
+
+def test_rows_of_any_shape_are_taken(faster: None) -> None:
+    layer = nn.Linear(8, 5).requires_grad_(False)
+    forward = linears.fused(layer)
+    for shape in ((8,), (1, 8), (1, 1, 8), (0, 8), (1, 0, 8), (2, 3, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(forward(x), layer(x))
 
 
 def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster: None) -> None:

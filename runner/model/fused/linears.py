@@ -53,7 +53,7 @@ def fused(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         if input.numel() != input.shape[-1]:
             return _product(input, packed, bias)
         # One row alone is summed in another order if the inner size is large; as one of two it has the bits of a batch.
-        return _product(input.expand(*input.shape[:-2], 2, -1).contiguous(), packed, bias)[..., :1, :]
+        return _product(input.reshape(1, -1).expand(2, -1).contiguous(), packed, bias)[0].reshape(*input.shape[:-1], -1)
 
     return forward
 
