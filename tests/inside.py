@@ -134,12 +134,12 @@ def wanted_keys(boundaries: Boundaries) -> set[bytes]:
 
 def boundaries(of: Whole) -> Boundaries:
     """What remembers where prompts were found again."""
-    return coordinator(of).retention.boundaries
+    return coordinator(of).retention.keeping.boundaries
 
 
 def returns(of: Whole) -> Returns:
     """What remembers how far apart conversations came back."""
-    return coordinator(of).retention.returns
+    return coordinator(of).retention.keeping.returns
 
 
 def num_marks(of: Whole) -> int:
@@ -374,12 +374,12 @@ def tier_pools(tier: HostTier) -> BlockPools:
 
 def tier_boundaries(tier: HostTier) -> Boundaries:
     """What remembers where prompts were found again."""
-    return tier._parts.boundaries
+    return tier._parts.keeping.boundaries
 
 
 def tier_returns(tier: HostTier) -> Returns:
     """What remembers after how much else prompts come back."""
-    return tier._parts.returns
+    return tier._parts.keeping.returns
 
 
 def tier_arena(tier: HostTier) -> Arena:

@@ -1,6 +1,6 @@
 """The audit of requests: their queues, their waits, and the names of their blocks.
 
-It covers I2, I7, I9, I11, I13, I14, I15, I19, I25 and I30.
+It covers I2, I7, I9, I11, I13, I14, I15, I19, I25, I30 and I31.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violati
             does = "publishes" if publish else "does not publish"
             yield Violation("I13", f"{seq.request!r} {does} what it writes, admitted in epoch {seq.epoch}")
         yield from _audit_names(coordinator, seq, known, keys)
+        if seq.state is State.RUNNING and publish:
+            yield from _audit_kept(coordinator, seq)
     yield from _audit_blocks(coordinator, driver.roster.running, chains)
     yield from _audit_possible(coordinator, driver.roster.waiting)
     for seq in driver.roster.waiting:
@@ -76,6 +78,19 @@ def audit_requests(coordinator: Coordinator, driver: Driver) -> Iterator[Violati
         cached = [*seq.cached_tokens.values()] if seq.cached_tokens is not None else [0]
         if min(cached) < 0 or sum(cached) >= len(seq.request.tokens) or seq.preemptions < 0:
             yield Violation("I25", f"{seq.request!r}: {cached} tokens were cached, {seq.preemptions} preemptions")
+
+
+def _audit_kept(coordinator: Coordinator, seq: Tracked) -> Iterator[Violation]:
+    """What hits at a kept boundary of the request's text need is not superseded in its row."""
+    start, stop, _ = coordinator.tables.arrays.superseded[seq.row].tolist()
+    for group in coordinator.spec.groups:
+        if group.attention.kind is not Kind.FULL:
+            bt, see = group.block_tokens, group.attention.first_visible
+            for kept in seq.course.kept:
+                first, end = max(see(kept) // bt, start // bt), min(-(-kept // bt), stop // bt)
+                if first < end:
+                    what = f"blocks {first} to {end} of group {group.name}"
+                    yield Violation("I31", f"{seq.request!r}: {what} are superseded, and its hit at {kept} needs them")
 
 
 def _audit_roster(coordinator: Coordinator, driver: Driver, rows: list[int]) -> Iterator[Violation]:

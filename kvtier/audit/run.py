@@ -13,6 +13,7 @@ Plain Python and NumPy on purpose: an auditor that shares code with its subject 
     I23  the loops' geometry is the groups'                             I25  gauges are the pools'; no negative counter
     I27  nothing is held once nothing is left to do
     I30  there is work while a request is unfinished, and awaited content will come
+    I31  what a kept boundary of a row's text needs is not superseded
 
 ``check_counts`` is the part that costs the same for any pool: counters against each other.
 """

@@ -216,7 +216,7 @@ class KVCache:
             waits=dict(tally.waits),
             finished=dict(tally.finished),
             prefix_tokens=self._prefix_tokens(),
-            ends=self._coordinator.retention.boundaries.stats(),
+            ends=self._coordinator.retention.keeping.boundaries.stats(),
             shortages={who: dict(of) for who, of in tally.shortages.items()},
             sent_back=dict(tally.sent_back),
             preempted_for=dict(tally.preempted_for),

@@ -145,7 +145,7 @@ class Admission:
                 break  # other requests may keep it from running, so it is not worth a wait
             common = self._coordinator.common_prefix(seq, other)
             if common:
-                other.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
+                other.course.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
                 seq.waits_for = ForTwin(other, common)
                 name = other.request.request_id
                 self._wait(seq, Wait.TWIN, f"request {name!r} is computing its prefix", behind=name)
@@ -223,11 +223,11 @@ class Admission:
         """Blocks that the request waits for besides those that it needs, while others run: most of its content is gone,
         and content of others would go for it. None if so many are free, or if it need not wait."""
         pools, more = self._pools, self._room.margin(need)
-        if pools.fits(used + need + more) or seq.has_begun or self._roster.younger(seq):
+        if pools.fits(used + need + more) or seq.course.has_begun or self._roster.younger(seq):
             return None
         if seq.looks >= MOST_LOOKS or all(pools.num_spare(g) >= n for g, n in enumerate(need)):
             return None
-        if not self._coordinator.retention.has_lost(seq, match):
+        if not self._coordinator.retention.keeping.has_lost(seq.course, seq.keys, len(seq.tokens), match.num_tokens):
             return None
         seq.looks += 1
         return more

@@ -68,7 +68,7 @@ class Boundaries:
     """Of one cache. Boundaries go by the bytes of their keys."""
 
     def __init__(self) -> None:
-        self._wanted: OrderedDict[bytes, None] = OrderedDict()
+        self._wanted: OrderedDict[bytes, bool] = OrderedDict()  # whether by more than one
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
@@ -83,8 +83,12 @@ class Boundaries:
         """Remembers that a request wants this boundary. Returns whether it is the first to want it, as far as is
         remembered."""
         is_first = name not in self._wanted
-        _remember(self._wanted, name, None)
+        _remember(self._wanted, name, not is_first)
         return is_first
+
+    def is_stem(self, name: bytes) -> bool:
+        """Whether several requests have wanted this boundary, or a caller has told of it, as far as is remembered."""
+        return self._wanted.get(name, False) or self._ends.get(name) is End.STEM
 
     def end(self, name: bytes, end: End) -> None:
         """A text, or its prompt, has this end, whether or not its blocks are kept."""

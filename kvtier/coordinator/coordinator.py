@@ -161,7 +161,7 @@ class Coordinator:
         self.connector.unpin_host(loads.groups, loads.hosts)
         if match.num_tokens:
             self.retention.keep_in_host(seq, *hit, match.at[match.device > 0])
-            if not seq.went_on_from:  # others want it too; it may be content that windows have passed
+            if not seq.course.went_on_from:  # others want it too; it may be content that windows have passed
                 self._offer(seq, [match.num_tokens])
         self.evictions.note([seq.request.request_id])
         return True
@@ -170,7 +170,7 @@ class Coordinator:
         self._start_row(seq, match, row)
         seq.wait_reason, seq.hit, seq.anchored_at = "", self.hit_by_tier(match, seq), -1
         if match.full_tokens > match.num_tokens and self._full:
-            seq.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
+            seq.course.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
         if len(loads.groups) == 0:
             self.tables.set_row(row, match.first, match.counts, match.device)
             self.tables.extend(row, match.num_tokens + 1)
@@ -199,7 +199,7 @@ class Coordinator:
         state[RowCol.PUBLISH] = Publish.TOLD
         state[RowCol.GENERATED] = 0
         self.retention.start(seq, match, self.door.remote is None)
-        if seq.is_guest:
+        if seq.course.is_guest:
             state[RowCol.PUBLISH] = Publish.UNTOLD
         self.tables.set_eos(row, request.eos_token_ids)
 
@@ -235,23 +235,23 @@ class Coordinator:
 
         If ``end`` is the end of the known tokens, the row gets ready to decode.
         """
-        t, row = self.tables.arrays, seq.row
+        t, row, course = self.tables.arrays, seq.row, seq.course
         state = t.state[row]
         state[_PHASE] = _PREFILL
         computed, known = int(state[_COMPUTED]), int(state[_TOTAL])
         if state[_PUBLISH]:
             for g, bt in self._full:
                 self.tables.seal(row, g, computed // bt, end // bt, seq.keys)
-            if seq.branches or seq.told:
+            if course.branches or course.told:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
                 self._offer(seq, parted)
-            if end > seq.named_from:
+            if end > course.named_from:
                 self.retention.seal_passing(seq, end)
             if end == known:
                 self.retention.seal_prompt(seq, end)
-                self._mark(seq, self.retention.last_boundaries(end), "prompt", seq.anchored_at == end)
-                self._offer(seq, self.retention.last_boundaries(end))
+                self._mark(seq, self.retention.keeping.last_boundaries(end), "prompt", seq.anchored_at == end)
+                self._offer(seq, self.retention.keeping.last_boundaries(end))
         if end == known:
             self.journal.tell(seq.request.request_id, Prefilled, end)
             unit = self.spec.hash_tokens
@@ -282,15 +282,15 @@ class Coordinator:
             self.retention.cool_in_host(seq)
             end = int(t.computed[row])
             kind = "answer" if end > len(seq.request.tokens) else "prompt"
-            self._mark(seq, self.retention.last_boundaries(end), kind, seq.anchored_at == end)
-            self._offer(seq, self.retention.last_boundaries(end))
-            if seq.went_on_from:
-                self.door.supersede(seq.keys, seq.went_on_from, self.retention.boundaries.is_wanted)
+            self._mark(seq, self.retention.keeping.last_boundaries(end), kind, seq.anchored_at == end)
+            self._offer(seq, self.retention.keeping.last_boundaries(end))
+            if seq.course.went_on_from:
+                self.door.supersede(seq.keys, seq.course.went_on_from, self.retention.keeping.boundaries.is_wanted)
         self.tables.clear(row)
         seq.row = -1
         seq.ticket = 0
-        seq.branches.clear()
-        seq.told.clear()
+        seq.course.branches.clear()
+        seq.course.told.clear()
 
     def disown(self, seq: Tracked) -> None:
         """The request has left, and its text's K and V are wrong: no content under its keys is found again."""

@@ -98,6 +98,8 @@ class Before(NamedTuple):
     """So many units of it."""
     goes_on: bool = False
     """There the text, or its prompt, ends. Else the two part there."""
+    shared: int = 0
+    """The units that other texts are known to begin with too."""
 
     @property
     def stem(self) -> int:
@@ -162,7 +164,8 @@ class Returns:
         text = self._count - int(age[units - 1])
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
         goes_on = prompt - self._slack <= units <= prompt or units >= end - max(1, 2 * self._slack)  # newer names may
-        return Before(text, units, goes_on and units > int(self._common[text % TEXTS]))  # have taken the last places
+        goes_on = goes_on and units > int(self._common[text % TEXTS])  # have taken the last places
+        return Before(text, units, goes_on, int(self._stem[text % TEXTS]) if goes_on else units)
 
     def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
         """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""

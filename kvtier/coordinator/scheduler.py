@@ -369,7 +369,7 @@ class Scheduler:
         """The cache was reset: requests whose loads are under way start over, and no request waits for content on its
         way."""
         for seq in self._roster.running:
-            seq.branches.clear()
+            seq.course.branches.clear()
         for seq in self._roster.waiting:
             seq.waits_for = None
         for seq in self._roster.loading():

@@ -9,8 +9,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.coordinator.keeping import Course
 from kvtier.coordinator.request import FinishReason, Request
-from kvtier.coordinator.returns import Before
 from kvtier.geometry.keys import KeyArray, Text
 from kvtier.machine.errors import StepError
 from kvtier.remote.moves import Seek
@@ -62,7 +62,7 @@ class ForTwin:
     @property
     def is_coming(self) -> bool:
         """Whether the other request has still to get there."""
-        return self.until in self.seq.branches
+        return self.until in self.seq.course.branches
 
 
 @dataclass(slots=True, eq=False)
@@ -83,15 +83,8 @@ class Tracked:
     wait: Wait = Wait.QUEUE
     wait_reason: str = ""
     waits_for: ForTransfer | ForTwin | None = None  # content on its way; None: looked at in every step
-    went_on_from: int = 0  # its hit, if no other request had wanted one there: a conversation goes on
-    named_from: int = 0  # tokens from which windows' blocks are named as they pass
-    slack_from: int = 0  # tokens from which they stay, for hits shortly before the prompt's end
-    is_guest: bool = False  # others are kept whole instead of its content
-    before: Before | None = None  # what it has in common with an earlier text, once that was looked up
-    has_begun: bool = False  # was admitted before
     looks: int = 0  # in vain, since room to spare was lacking
-    branches: set[int] = field(default_factory=set)  # boundaries to anchor at: waiting requests part from it there
-    told: set[int] = field(default_factory=set)  # boundaries to anchor at: its caller says that others will part there
+    course: Course = field(default_factory=Course)  # what of it stays
     anchored_at: int = -1  # tokens computed when its anchors were named last
     hit: tuple[int, int, int] = field(default=(0, 0, 0))  # tokens from (device, host, store) by this admission
     is_warm: bool = False  # its hit was touched since it waits

@@ -24,8 +24,8 @@ from kvtier.audit.remote import RemoteMoves
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.audit.transfers import Copies, audit_quarantine, host_owners
 from kvtier.coordinator.door import RemoteDoor
+from kvtier.coordinator.keeping import Keeping
 from kvtier.coordinator.match import Matcher
-from kvtier.coordinator.returns import Returns, TextBytes
 from kvtier.coordinator.seek import ComputeSeconds
 from kvtier.cpu_offload.books import TransferCounts
 from kvtier.cpu_offload.connector import Connector
@@ -90,7 +90,6 @@ class HostBooks:
         self._connector = Connector(device_side, None, self._pools, engine, sizes, deadline_s, news)
         self._deadline_s = deadline_s
         nothing = BlockPools(Layout.fixed(sizes.tolist(), [1] * len(self.spec.groups)))  # the engine's content
-        text_bytes = TextBytes(self.spec.groups)
         self._parts = HostParts(
             spec=self.spec,
             arrays=Rows(geometry_of(self.spec.groups, self.spec.hash_tokens)),
@@ -100,8 +99,7 @@ class HostBooks:
             matcher=Matcher(nothing, self._pools),
             door=RemoteDoor(self._connector, nothing, lambda text: text.found),
             pools=self._pools,
-            returns=Returns(text_bytes, self.spec.hit_tokens, self.spec.hash_tokens),
-            sizes=text_bytes,
+            keeping=Keeping(self.spec.groups, self.spec.hit_tokens, self.spec.hash_tokens),
         )
 
     @property

@@ -15,16 +15,14 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import Boundaries
 from kvtier.coordinator.door import RemoteDoor
+from kvtier.coordinator.keeping import Keeping
 from kvtier.coordinator.match import Match, Matcher
-from kvtier.coordinator.returns import Returns, TextBytes
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.outside import OutsideSpec
-from kvtier.geometry.spec import Kind
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest
 from kvtier.machine.forks import of_another_process, watch
@@ -88,9 +86,7 @@ class HostParts:
     matcher: Matcher
     door: RemoteDoor[Question]
     pools: BlockPools
-    returns: Returns
-    sizes: TextBytes
-    boundaries: Boundaries = field(default_factory=Boundaries)
+    keeping: Keeping
     loads: dict[int, bool] = field(default_factory=dict)
     """Loads by ticket: whether the end was reported, and only the release is to come."""
     held: dict[int, HostHit] = field(default_factory=dict)
@@ -126,11 +122,6 @@ class HostParts:
         groups, blocks = block_ids(groups), block_ids(blocks)
         self.check_blocks(groups, blocks)
         return self.device.fences(groups, blocks)
-
-    @cached_property
-    def has_full(self) -> bool:
-        """Whether a group has full attention."""
-        return any(group.attention.kind is Kind.FULL for group in self.spec.groups)
 
     @cached_property
     def _num_blocks(self) -> Int64s:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import SLACK, End, needed_from
-from kvtier.coordinator.returns import NEVER, Before
+from kvtier.coordinator.boundaries import needed_from
+from kvtier.coordinator.keeping import Course
+from kvtier.coordinator.returns import NEVER
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo
@@ -46,17 +48,9 @@ class HostText:
         self._name = parts.num_texts
         self._hit: HostHit | None = None
         self._stored = 0  # tokens up to which the full groups' blocks were planned
-        self._branches: set[int] = set()  # boundaries at which others part from it
-        self._went_on_from = 0  # its hit, if no other text had wanted one there
-        self._has_ended = False  # its prompt has: a further end is the answer's
-        self._prompt_end = 0  # its prompt's last boundary
-        self._is_guest = False  # others are kept whole instead of its content
-        self._before: Before | None = None  # what it has in common with an earlier text, once it has matched
-        self._last = 0  # the boundary before its prompt's last token
-        self._hit_before = 0  # what it has begun with: windows before that one's are not there
-        self._tail = NEVER  # from where on its full blocks are worth least
-        self._ends: set[int] = set()  # boundaries from which later texts may go on
-        self._passing: set[int] = set()  # boundaries whose windows no other text is known to want
+        self._course = Course()  # what of it stays
+        self._end = 0  # tokens at its last end so far, the prompt's or its own
+        self._is_left = False  # that end is its own
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
@@ -93,11 +87,10 @@ class HostText:
             if parts.door.is_waiting(self._sought):
                 parts.asking.add(self._sought)
                 return replace(nothing, is_sought=True)
-        self._hit_before = max(self._hit_before, start, found.num_tokens)
-        if self._before is None:
-            self._learn(self._hit_before, found.full_tokens, num_tokens)
+        if not self._course.has_begun:
+            self._begin(max(start, found.num_tokens), found.full_tokens, num_tokens)
         if found.full_tokens > found.num_tokens:
-            self._branches.add(found.full_tokens)
+            self._course.branches.add(found.full_tokens)
         if found.num_tokens <= start:
             return nothing
         had = found.num_tokens if self._sought is None else max(start, self._sought.found.num_tokens)
@@ -107,20 +100,11 @@ class HostText:
             self._hold(hit)
         return hit
 
-    def _learn(self, hit: int, full: int, num_tokens: int) -> None:
-        """The first match, of a text of ``num_tokens`` tokens: what it tells of ends, and whether the text is a
-        guest."""
-        parts, unit = self._parts, self._parts.spec.hit_tokens
-        self._last = (num_tokens - 1) // unit * unit
-        missed = (self._key(full), full) if full > hit else None
-        parts.boundaries.learn((self._key(hit), hit) if hit else None, missed if parts.has_full else None)
-        each, keys = parts.sizes.of(num_tokens), self._keys[: num_tokens // parts.spec.hash_tokens]
-        room = parts.sizes.room(parts.pools, each)
-        guest, self._before = parts.returns.begin(keys, hit // unit, room, float(each.sum()))
-        self._is_guest = guest and parts.door.remote is None
-        self._tail = parts.returns.cold_from(self._before, hit)
-        if (stem := self._before.stem * unit) > full:
-            self._branches.add(stem)
+    def _begin(self, hit: int, full: int, num_tokens: int) -> None:
+        """The first match, of a text of ``num_tokens`` tokens."""
+        parts = self._parts
+        room, is_all = partial(parts.keeping.sizes.room, parts.pools), parts.door.remote is None
+        parts.keeping.begin(self._course, self._keys, num_tokens, hit, full, room, may_be_guest=is_all)
 
     def _hold(self, hit: HostHit) -> None:
         self._hit = self._parts.held[self._name] = hit
@@ -173,11 +157,6 @@ class HostText:
         ticket = parts.connector.load(hit.groups, hit.hosts, blocks, keys, np.zeros(len(blocks), bool))
         parts.loads[ticket] = False
         self.drop()
-        name = self._key(hit.end)
-        goes_on = parts.boundaries.want(name) and hit.end < self._last and parts.boundaries.leave(name)
-        if goes_on and not parts.boundaries.pays(End.LEFT):
-            self._passing.add(hit.end)
-            self._went_on_from = hit.end
         return ticket
 
     # --- what is given ----------------------------------------------------------------------------
@@ -208,27 +187,42 @@ class HostText:
         flag(is_end, "is_end")
         if self._is_outdated:
             return
-        known = min(end, len(self._keys) * parts.spec.hash_tokens)
-        boundaries = {b for b in self._branches if self._stored < b <= known}
-        unit = parts.spec.hit_tokens
-        ends = {n // unit * unit for n in (known, max(0, min(known, end - 1)))} - {0} if is_end else set()
-        slack = ends if not self._has_ended and self._pays(End.PROMPT, End.SHORT) else set()
-        worth = [] if self._is_guest else self._worth(boundaries | ends, slack, 0 if ends else self._stored, known)
+        known, keeping, course = min(end, len(self._keys) * parts.spec.hash_tokens), parts.keeping, self._course
+        end = end if end - known < parts.spec.hash_tokens else known
+        parted, is_answer = keeping.parted(course, self._stored, known), course.prompt_end < NEVER
+        ends = keeping.last_boundaries(end) - {0} if is_end else set()
+        named = {*parted, *(ends if keeping.names_end(is_answer) else ())}
+        slack = set() if is_answer or course.slack_from == NEVER else ends
+        worth = [] if course.is_guest else self._worth(named, slack, 0 if ends else self._stored, known)
         blocks = self._blocks(worth, blocks_of)
-        for boundary in boundaries:
-            parts.boundaries.want(self._key(boundary))
-        self._branches -= boundaries
+        for boundary in parted:
+            keeping.part(course, self._keys, boundary)
         self._stored = max(self._stored, known)
         if len(blocks[0]):
             self._store(*blocks)
-        if ends:
-            self._cool(ends)
-        self._has_ended |= is_end
+        if is_end:
+            self._note_end(end, is_answer)
         if self._with_remote:
             seek = None if self._sought is None else self._sought.seek
-            parts.door.offer(self._keys, sorted(boundaries | ends, reverse=True), seek)
-            if self._went_on_from < min(ends, default=0):
-                parts.door.supersede(self._keys, self._went_on_from, parts.boundaries.is_wanted)
+            parts.door.offer(self._keys, sorted({*parted, *ends}, reverse=True), seek)
+
+    def _note_end(self, end: int, is_answer: bool) -> None:
+        self._end, self._is_left = end, is_answer
+        if not is_answer:
+            self._parts.keeping.end_prompt(self._course, self._keys, end)
+            return
+        self._parts.keeping.end(self._course, self._keys, end, is_answer)
+        self._leave()
+
+    def _leave(self) -> None:
+        """The text has gone on: what its end supersedes is the first to go, in the tier and on its way down."""
+        parts, course = self._parts, self._course
+        for g, (first, end) in enumerate(() if course.is_guest else parts.keeping.gone(course, self._stored)):
+            if end > first:
+                groups = np.full(end - first, g, np.int32)
+                parts.stores.touch(groups, self._names(groups, np.arange(first, end)), cold=True)
+        if self._with_remote and course.went_on_from:
+            parts.door.supersede(self._keys, course.went_on_from, parts.keeping.boundaries.is_wanted)
 
     def _blocks(self, worth: list[tuple[int, Int64s]], blocks_of: BlocksOf) -> tuple[Ids, Int64s, Ids]:
         """The engine's blocks of these logical ones, as far as they are there: groups, logical blocks, blocks."""
@@ -249,18 +243,13 @@ class HostText:
         """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room
         is spare."""
         stores, names, last = self._parts.stores, self._names(groups, at), np.zeros(len(at), bool)
-        tail = self._tail
-        if self._has_ended and not self._pays(End.ANSWER) and not self._pays(End.PASSED):
-            tail = min(tail, self._prompt_end)
+        tail = min(self._course.gone_from, self._course.prompt_end if self._parts.keeping.answers_go else NEVER)
         if tail < NEVER:
             kinds = np.array([group.attention.kind is Kind.FULL for group in self._parts.spec.groups])
             tokens = np.array([group.block_tokens for group in self._parts.spec.groups])
             last = kinds[groups] & (at >= tail // tokens[groups])
         stores.touch_or_store(groups[~last], blocks[~last], names[~last], np.zeros(int((~last).sum()), bool))
         stores.fill_spare(groups[last], blocks[last], names[last])
-
-    def _pays(self, *ends: End) -> bool:
-        return all(map(self._parts.boundaries.pays, ends))
 
     def _worth(
         self, boundaries: Collection[int], slack: Collection[int], since: int, known: int
@@ -274,36 +263,11 @@ class HostText:
                 worth.append((g, np.arange(since // bt, known // bt)))
             elif boundaries:
                 least = {b: see(b) for b in boundaries}
-                least |= {b: max(needed_from(group.attention, b), min(see(self._hit_before), least[b])) for b in slack}
+                there = see(self._course.begun_with)  # windows before it are not
+                least |= {b: max(needed_from(group.attention, b), min(there, least[b])) for b in slack}
                 wanted = [np.arange(least[b] // bt, b // bt) for b in boundaries]
                 worth.append((g, np.unique(np.concatenate(wanted))))
         return [(g, at) for g, at in worth if len(at)]
-
-    def _cool(self, ends: Collection[int]) -> None:
-        """Blocks for windows go first if only this text is known to want their boundary, and it has moved on."""
-        parts, last = self._parts, min(ends)
-        has_slack = not self._has_ended and self._pays(End.PROMPT, End.SHORT)
-        for boundary in [b for b in self._passing if b < last]:
-            self._passing.discard(boundary)
-            for g, group in enumerate(parts.spec.groups):
-                bt, see = group.block_tokens, group.attention.first_visible
-                kept = needed_from(group.attention, last) if has_slack else see(last)
-                at = np.arange(see(boundary) // bt, min(boundary, kept) // bt)
-                if group.attention.kind is not Kind.FULL and len(at):
-                    groups = np.full(len(at), g, np.int32)
-                    parts.stores.touch(groups, self._names(groups, at), cold=True)
-        end = End.ANSWER if self._has_ended else End.PROMPT
-        for boundary in ends:
-            parts.boundaries.end(self._key(boundary), end)
-        self._ends |= {*ends}
-        if end is End.PROMPT:
-            self._prompt_end, unit = max(ends), parts.spec.hit_tokens
-            short = range(max(unit, last - SLACK // unit * unit), last, unit)
-            for boundary in short:
-                parts.boundaries.end(self._key(boundary), End.SHORT)
-            self._ends |= {*short}
-        if end is End.ANSWER or not parts.boundaries.pays(end):
-            self._passing |= {b for b in ends if not parts.boundaries.is_wanted(self._key(b))}
 
     def disown(self) -> set[int]:
         """Takes back the text, whose K and V are wrong: nothing under its keys is found again, here or in the remote.
@@ -324,9 +288,12 @@ class HostText:
     def close(self) -> None:
         """The engine follows the text no more. Its stored content stays; loads go on."""
         self.drop()
-        if not self._is_closed and self._ends and self._before is not None and not self._is_outdated:
-            parts, unit = self._parts, self._parts.spec.hit_tokens
-            parts.returns.end(self._keys, self._prompt_end // unit, max(self._ends) // unit, self._before)
+        keeping, course = self._parts.keeping, self._course
+        if not self._is_closed and self._end and course.has_begun and not self._is_outdated:
+            if not self._is_left:
+                keeping.end(course, self._keys, self._end, is_answer=False)
+                self._leave()
+            keeping.leave(course, self._keys, course.prompt_end, self._end)
         self._is_closed = True
 
     def __enter__(self) -> HostText:
@@ -338,10 +305,6 @@ class HostText:
     def _names(self, groups: Ids, at: Int64s) -> KeyArray:
         units = self._parts.arrays.geometry[:, Geo.UNITS][groups]
         return self._keys.take((at + 1) * units - 1, axis=0)
-
-    def _key(self, boundary: int) -> bytes:
-        name: bytes = self._keys[boundary // self._parts.spec.hash_tokens - 1].tobytes()
-        return name
 
 
 def _taken(table: Ids, at: Int64s) -> Ids:

@@ -238,8 +238,8 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         seq.tokens.tolist(),
         seq.use_host,
         isinstance(wait, ForTransfer) and wait.settled == connector.ledger.num_settled,
-        (wait.seq.request.request_id, wait.until, sorted(wait.seq.branches)) if isinstance(wait, ForTwin) else None,
-        sorted(seq.branches),
+        (wait.seq.request.request_id, wait.until, sorted(wait.seq.course.branches)) if isinstance(wait, ForTwin) else None,
+        sorted(seq.course.branches),
         seq.is_warm,
         None if world.calls is None else seek_state(world.remote, seq.seek),
     )

@@ -38,7 +38,7 @@ MUTATIONS = (
         "I1",
         "what many prompts begin with is the first to go",
         "core/host_tier",
-        ("HostText.load", "parts.boundaries.want(name)", "True"),
+        ("Keeping.begin", "known.want(found[0])", "True"),
     ),
     mutation(
         "manager_starts_on_a_prefix_that_is_still_coming",

@@ -1,0 +1,292 @@
+"""What stays of each text: the one place that decides it, for every caller.
+
+A conversation's boundary is hit once, by its next turn. Then this turn's own boundary supersedes it. The boundary of a
+prompt that many share is hit over and over. Windows make the difference costly: for a short turn, most of the kept
+content is the windows' content at its end. So content is *superseded* if a text has moved on from it, no other text is
+known to want it, and ends of its kind do not pay. All content of a *guest* is. So are a tail, and an answer's full
+blocks if nothing of answers is found again.
+
+A text's way has four occasions: it begins with a hit, others part from it, its prompt ends, and it ends itself. Each
+changes its ``Course``: which boundaries are named, and which of its tokens go first.
+
+Owns       ``Boundaries``, which knows the ends that pay, and ``Returns``, which knows the texts that come back.
+Promises   pure: no table, no pool, no clock. No block that a kept boundary of the text needs is superseded (I31).
+Does not   know blocks. ``Retention`` (rows) and ``HostText`` (the host tier's door) act on what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
+from kvtier.coordinator.returns import NEVER, NOTHING, Before, Bytes, Returns, TextBytes
+from kvtier.geometry.keys import KeyArray
+from kvtier.geometry.spec import Kind
+from kvtier.remote.objects import KeptGroup
+
+MOST_TOLD = 32
+"""Boundaries that a caller may tell of a text: the last ones."""
+
+
+@dataclass(slots=True, eq=False)
+class Course:
+    """One text's way. Boundaries and all other figures are tokens."""
+
+    begun_with: int = 0
+    """The hit that it has begun with."""
+    went_on_from: int = 0
+    """Its hit, if no other text had wanted one there: a conversation goes on."""
+    named_from: int = NEVER
+    """From here on windows' blocks are named as they pass."""
+    slack_from: int = NEVER
+    """From here on they stay, for hits shortly before the prompt's end."""
+    cold_from: int = 0
+    cold_to: int = 0
+    """Windows' content between these two is superseded."""
+    gone_from: int = NEVER
+    """Full attention's content from here on is superseded."""
+    is_guest: bool = False
+    """Others are kept whole instead of its content."""
+    has_begun: bool = False
+    before: Before | None = None
+    """What it has in common with an earlier text, once that was looked up."""
+    branches: set[int] = field(default_factory=set)
+    """Boundaries to name: others part from it there."""
+    told: set[int] = field(default_factory=set)
+    """Boundaries to name: its caller says that others will part there."""
+    prompt_end: int = NEVER
+    """The prompt's last boundary, once the prompt has ended."""
+    kept: set[int] = field(default_factory=set)
+    """Boundaries that stay: no content that hits there need is superseded."""
+
+
+class Keeping:
+    """Of one cache with these groups. ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept."""
+
+    def __init__(
+        self, groups: Sequence[KeptGroup], hit_tokens: int, hash_tokens: int, whole: float = 0.0, passes: bool = False
+    ) -> None:
+        self._unit, self._hash = hit_tokens, hash_tokens
+        self._local = [group.attention for group in groups if group.attention.kind is not Kind.FULL]
+        self._has_full = len(self._local) < len(groups)
+        self._groups = [(group.attention, group.block_tokens) for group in groups]
+        self._passes = passes
+        self.sizes = TextBytes(groups)
+        """What texts take."""
+        self.boundaries = Boundaries()
+        """Where prompts were found again."""
+        self.returns = Returns(self.sizes, hit_tokens, hash_tokens, whole)
+        """What came back, and after how much else."""
+
+    # --- a text's way -----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        course: Course,
+        keys: KeyArray,
+        num_tokens: int,
+        hit: int,
+        full: int,
+        room: Callable[[Bytes], float],
+        told: Sequence[int] = (),
+        may_be_guest: bool = True,
+    ) -> None:
+        """The text, of ``num_tokens`` tokens so far, begins with this hit. Full attention alone has found ``full``.
+
+        ``room``: bytes for texts of such parts by group. ``told``: where its caller says that others will part. It may
+        begin again after it has come back. Then it finds what it has left itself, and nothing is learned.
+        """
+        known, stop = self.boundaries, hit
+        found = (self.name(keys, hit), hit) if hit else None
+        full = full if self._has_full else hit
+        if not course.has_begun:
+            known.learn(found, (self.name(keys, full), full) if full > hit else None)
+        last = min(self.last_boundaries(num_tokens))
+        goes_on = found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
+        course.begun_with, course.named_from, course.slack_from, course.kept = hit, NEVER, NEVER, set()
+        if self._local:
+            passes, slack = self._passes and known.pays(End.PASSED), known.pays(End.PROMPT) and known.pays(End.SHORT)
+            if passes or slack:
+                first = min(needed_from(attention, last) for attention in self._local)
+                course.slack_from = first if slack else NEVER
+                course.named_from, stop = (hit, max(hit, self._needed(course, last))) if passes else (first, stop)
+        if told:
+            self._tell(course, keys, told, hit)
+        course.went_on_from = hit if goes_on and not known.pays(End.LEFT) else 0
+        tail = NEVER if course.has_begun else self._come_back(course, keys, num_tokens, hit, full, room, may_be_guest)
+        course.cold_from, course.cold_to, course.gone_from = hit, stop, tail
+        if course.went_on_from:
+            course.cold_from = self._stem(course, keys, told, hit)
+            course.kept |= {course.cold_from} - {0}
+        if course.is_guest:
+            course.cold_from, course.cold_to, course.gone_from = hit, NEVER, hit
+        course.has_begun = True
+
+    def _come_back(
+        self,
+        course: Course,
+        keys: KeyArray,
+        num_tokens: int,
+        hit: int,
+        full: int,
+        room: Callable[[Bytes], float],
+        may_be_guest: bool,
+    ) -> int:
+        """Learns what the text has in common with earlier ones. Returns where its tail begins, if tails go first.
+
+        If the stem is no longer there, it is kept now as it is where prompts are seen to part.
+        """
+        each, unit = self.sizes.of(num_tokens), self._unit
+        prompt = keys[: num_tokens // self._hash]
+        is_guest, course.before = self.returns.begin(prompt, hit // unit, room(each), float(each.sum()))
+        course.is_guest = is_guest and may_be_guest
+        stem = course.before.stem * unit
+        if self._local and stem > full:
+            course.branches.add(stem)
+        return self.returns.cold_from(course.before, hit)
+
+    def _stem(self, course: Course, keys: KeyArray, told: Sequence[int], hit: int) -> int:
+        """The last boundary before the hit that others are known to want too; 0 if there is none."""
+        unit = self._unit
+        stems = {n // unit * unit for n in told[-MOST_TOLD:] if unit <= n < hit}
+        stems = {n for n in stems if self.boundaries.is_stem(self.name(keys, n))}
+        if course.before is not None and course.before.shared * unit < hit:
+            stems.add(course.before.shared * unit)
+        return max(stems, default=0)
+
+    def _tell(self, course: Course, keys: KeyArray, told: Sequence[int], hit: int) -> None:
+        """The boundaries beyond the hit that the caller has told of are kept if that pays."""
+        unit = self._unit
+        stems = {n // unit * unit for n in told[-MOST_TOLD:] if n // unit * unit > hit}
+        for boundary in stems:
+            self.boundaries.end(self.name(keys, boundary), End.STEM)
+        course.told = stems if self.boundaries.pays(End.STEM) else set()
+
+    def parted(self, course: Course, start: int, end: int) -> list[int]:
+        """Boundaries of the text, between these, at which others part from it; ascending."""
+        return [b for b in sorted(course.branches | course.told) if start < b <= end]
+
+    def part(self, course: Course, keys: KeyArray, boundary: int) -> None:
+        """Others part from the text at this boundary, one of ``parted``, whose content is there now: it is kept."""
+        name = self.name(keys, boundary)
+        if boundary in course.branches:
+            self.boundaries.want(name)
+        if not (course.is_guest and self.boundaries.is_end(name)):  # else it is a guest's own end, which has gone
+            course.cold_from, course.cold_to = max(course.cold_from, boundary), max(course.cold_to, boundary)
+            course.gone_from = max(course.gone_from, boundary)
+            course.kept.add(boundary)
+        course.branches.discard(boundary)
+        course.told.discard(boundary)
+
+    def end_prompt(self, course: Course, keys: KeyArray, end: int) -> None:
+        """All ``end`` known tokens are there, and tokens are generated from here on.
+
+        The text's own end will supersede this one, unless others have wanted it, or prompts' ends pay.
+        """
+        ends = self._note_ends(keys, end, End.PROMPT)
+        course.prompt_end = min(course.prompt_end, max(ends, default=0))  # the first one, however often it comes back
+        if not ends:
+            return
+        unit = self._unit
+        for boundary in range(max(unit, ends[0] - SLACK // unit * unit), ends[0], unit):
+            self.boundaries.end(self.name(keys, boundary), End.SHORT)
+        if course.is_guest or not self._local:
+            return
+        self._want_again(course, keys)
+        if any(self.boundaries.is_wanted(self.name(keys, boundary)) for boundary in ends):
+            course.cold_from = course.cold_to = ends[-1]
+            course.kept.update(ends)
+        elif self.boundaries.pays(End.PROMPT):
+            needed = self._needed(course, ends[0])
+            course.cold_from, course.cold_to = min(course.cold_from, needed), min(course.cold_to, needed)
+            course.kept.update(ends)
+        else:
+            course.cold_to = ends[-1]
+
+    def end(self, course: Course, keys: KeyArray, end: int, is_answer: bool, comes_back: bool = False) -> None:
+        """The text has ended after ``end`` tokens; ``is_answer``: after its prompt.
+
+        The end stays if the text comes back, or if such ends pay. If nothing of answers is found again, the answer's full
+        blocks are superseded too.
+        """
+        stays = comes_back or self.boundaries.pays(End.ANSWER) or (self.boundaries.pays(End.PROMPT) and not is_answer)
+        self._want_again(course, keys)
+        if comes_back:
+            course.is_guest, course.gone_from = False, NEVER
+        elif is_answer and self.answers_go:
+            course.gone_from = min(course.gone_from, course.prompt_end)
+        if stays and self._local and not course.is_guest:
+            ends = self.last_boundaries(end)
+            course.cold_to = min(course.cold_to, *(attention.first_visible(min(ends)) for attention in self._local))
+            course.kept.update(ends)
+        if is_answer and not comes_back:
+            self._note_ends(keys, end, End.ANSWER)
+
+    def _want_again(self, course: Course, keys: KeyArray) -> None:
+        """If others have wanted the boundary since that the text has gone on from, it stays."""
+        n = course.went_on_from
+        if n and self.boundaries.is_stem(self.name(keys, n)):
+            course.cold_from, course.cold_to = max(course.cold_from, n), max(course.cold_to, n)
+            course.kept.add(n)
+
+    def leave(self, course: Course, keys: KeyArray, prompt: int, end: int) -> None:
+        """The text has gone after ``end`` tokens, ``prompt`` of which were its prompt. It does not come back itself."""
+        self.returns.end(keys, prompt // self._unit, end // self._unit, course.before or NOTHING)
+
+    # --- what is asked ----------------------------------------------------------------------------
+
+    def names_end(self, is_answer: bool, comes_back: bool = False) -> bool:
+        """Whether the blocks of hits at a text's end are named: an answer's end is if it comes back, or such ends
+        pay."""
+        return comes_back or not is_answer or self.boundaries.pays(End.ANSWER)
+
+    @property
+    def answers_go(self) -> bool:
+        """Whether nothing of answers is found again."""
+        return not self.boundaries.pays(End.ANSWER) and not self.boundaries.pays(End.PASSED)
+
+    def needed(self, course: Course, num_tokens: int) -> list[int]:
+        """By group: the first token that hits at the end of so many tokens, or shortly before it, need."""
+        last = min(self.last_boundaries(num_tokens))
+        return [min(attention.first_visible(last), course.slack_from) for attention, _ in self._groups]
+
+    def gone(self, course: Course, computed: int) -> list[tuple[int, int]]:
+        """By group: the logical blocks, from .. to, whose content is superseded and not another boundary's of the
+        text, ``computed`` tokens of which are there."""
+        spans = []
+        for attention, bt in self._groups:
+            first, end = max(course.cold_from, attention.first_visible(course.cold_to)), course.cold_to
+            if attention.kind is Kind.FULL:
+                first, end = course.gone_from, computed
+            spans.append((first // bt, end // bt))
+        return spans
+
+    def has_lost(self, course: Course, keys: KeyArray, num_tokens: int, hit: int) -> bool:
+        """Whether this hit is less than half of what the waiting text has in common with an earlier one."""
+        if course.before is None:  # each step asks anew
+            course.before = self.returns.known(keys)
+        unit = self._unit
+        return 2 * hit < min(course.before.units, (num_tokens - 1) // unit) * unit
+
+    def last_boundaries(self, num_tokens: int) -> set[int]:
+        """The last hits on these tokens: on all of them, and on the same tokens sent again, less the last token."""
+        unit = self._unit
+        return {num_tokens // unit * unit, max(0, num_tokens - 1) // unit * unit}
+
+    def name(self, keys: KeyArray, boundary: int) -> bytes:
+        """The name of the text's tokens up to ``boundary``, a positive multiple of hit_tokens."""
+        name: bytes = keys[boundary // self._hash - 1].tobytes()
+        return name
+
+    def _note_ends(self, keys: KeyArray, num_tokens: int, end: End) -> list[int]:
+        """The last boundaries of these tokens, ascending, which are ends from now on."""
+        boundaries = sorted(self.last_boundaries(num_tokens) - {0})
+        for boundary in boundaries:
+            self.boundaries.end(self.name(keys, boundary), end)
+        return boundaries
+
+    def _needed(self, course: Course, boundary: int) -> int:
+        """The first token that a hit at the prompt's end, ``boundary``, needs of any window or chunk; and if slack is
+        kept, hits shortly before it."""
+        return min(course.slack_from, *(attention.first_visible(boundary) for attention in self._local))

@@ -1,0 +1,147 @@
+"""What stays of texts, without a cache: whatever a story of texts is, no kept boundary loses what hits there need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from breadth import sized
+from hypothesis import given, settings, strategies as st
+
+from kvtier import ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.coordinator.keeping import Course, Keeping
+from kvtier.geometry.spec import Attention, Kind
+from kvtier.testing import canary_spec
+
+GROUPS = {
+    "full": (FullAttention(), 4),
+    "near": (SlidingWindow(6), 2),
+    "far": (SlidingWindow(100), 4),
+    "chunk": (ChunkedLocal(16), 4),
+}
+SPEC = canary_spec(GROUPS)
+UNIT, HASH = SPEC.hit_tokens, SPEC.hash_tokens
+LOCAL = [(group.attention, group.block_tokens) for group in SPEC.groups if group.attention.kind is not Kind.FULL]
+
+
+@dataclass
+class Told:
+    """A text under way."""
+
+    tokens: list[int]
+    course: Course = field(default_factory=Course)
+    prompt: int = 0
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Equal for equal beginnings."""
+        names, name = [], 1
+        for k in range(len(self.tokens) // HASH):
+            name = hash((name, tuple(self.tokens[k * HASH : (k + 1) * HASH]))) & (2**63 - 1)
+            names.append((name, name * 0x9E3779B97F4A7C15 & (2**64 - 1)))
+        return np.array(names, np.uint64).reshape(-1, 2)
+
+
+def check_kept(course: Course) -> None:
+    for attention, bt in LOCAL:
+        for kept in course.kept:
+            superseded = range(course.cold_from // bt, course.cold_to // bt)
+            needed = needs(attention, bt, kept)
+            assert max(superseded.start, needed.start) >= min(superseded.stop, needed.stop), (course, attention, kept)
+
+
+def needs(attention: Attention, bt: int, end: int) -> range:
+    """Blocks with the tokens that a token at ``end`` sees before it."""
+    first = next((n for n in range(end) if attention.first_visible(end) <= n), end)
+    return range(first // bt, -(-end // bt))
+
+
+def keeping_of(choice: int) -> Keeping:
+    return Keeping(SPEC.groups, UNIT, HASH, whole=(0.0, 1e5)[choice % 2], passes=choice > 1)
+
+
+@given(st.data(), st.integers(0, 3))
+@settings(max_examples=sized(60, 2000))
+def test_what_a_kept_boundary_needs_is_never_superseded(data, choice) -> None:
+    keeping, running, ended = keeping_of(choice), [], [Told([7] * 40)]
+    for k in range(data.draw(st.integers(2, 14), "steps")):
+        what = data.draw(st.sampled_from(["begin", "begin", "prompt", "end", "back"]), "what")
+        if what == "begin" or not running:
+            from_text = data.draw(st.sampled_from(ended + running), "from").tokens
+            most = data.draw(st.integers(0, len(from_text)), "common")
+            told = Told([*from_text[:most], *([100 + k] * data.draw(st.integers(1, 60), "new"))])
+            told.prompt = len(told.tokens)
+            running.append(told)
+            begin(keeping, told, data)
+        else:
+            told = data.draw(st.sampled_from(running), "of")
+            is_new = told.course.prompt_end == Course().prompt_end
+            if what == "prompt" and is_new:
+                for boundary in keeping.parted(told.course, 0, len(told.tokens)):
+                    keeping.part(told.course, told.keys, boundary)
+                    check_kept(told.course)
+                keeping.end_prompt(told.course, told.keys, len(told.tokens))
+            elif what == "end" and not is_new:
+                told.tokens += [200 + k] * data.draw(st.integers(0, 30), "answer")
+                end = len(told.tokens)
+                keeping.end(told.course, told.keys, end, end > told.prompt)
+                keeping.leave(told.course, told.keys, told.prompt, end)
+                running.remove(told)
+                ended.append(told)
+            elif what == "back":
+                keeping.end(told.course, told.keys, len(told.tokens), not is_new, comes_back=True)
+                check_kept(told.course)
+                begin(keeping, told, data)
+        for each in (*running, *ended[-1:]):
+            check_kept(each.course)
+
+
+def begin(keeping: Keeping, told: Told, data: st.DataObject) -> None:
+    most = (len(told.tokens) - 1) // UNIT
+    hit = data.draw(st.integers(0, most), "hit")
+    full = data.draw(st.integers(hit, most), "full")
+    stems = tuple(sorted(data.draw(st.sets(st.integers(1, len(told.tokens)), max_size=3), "told")))
+    room = data.draw(st.sampled_from([1e3, 1e5, 1e7]), "room")
+    keeping.begin(told.course, told.keys, len(told.tokens), hit * UNIT, full * UNIT, lambda _: room, stems)
+    if full > hit:
+        told.course.branches.add(full * UNIT)
+
+
+def turn(keeping: Keeping, tokens: list[int], hit: int, answer: int) -> Told:
+    """A request from its beginning to its end."""
+    told = Told(list(tokens), prompt=len(tokens))
+    keeping.begin(told.course, told.keys, len(tokens), hit, hit, lambda _: 1e9)
+    keeping.end_prompt(told.course, told.keys, len(tokens))
+    told.tokens += [9] * answer
+    keeping.end(told.course, told.keys, len(told.tokens), answer > 0)
+    keeping.leave(told.course, told.keys, len(tokens), len(told.tokens))
+    return told
+
+
+def test_a_turn_s_own_end_keeps_what_it_shares_with_the_end_that_it_has_moved_on_from():
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    first = turn(keeping, [1] * 80, 0, 20)
+    second = turn(keeping, [*first.tokens, *([2] * 8)], 100, 12)
+    assert second.course.went_on_from == 100
+    assert second.course.cold_to == SlidingWindow(100).first_visible(116)
+
+
+def test_a_boundary_that_others_have_wanted_meanwhile_stays():
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    first = turn(keeping, [1] * 80, 0, 20)
+    child = Told([*first.tokens, *([2] * 300)], prompt=400)
+    keeping.begin(child.course, child.keys, 400, 100, 100, lambda _: 1e9)
+    assert child.course.went_on_from == 100 and child.course.cold_from == 0
+    turn(keeping, [*first.tokens, *([3] * 300)], 100, 4)
+    keeping.end_prompt(child.course, child.keys, 400)
+    assert 100 in child.course.kept and child.course.cold_from >= 100
+
+
+def test_what_a_conversation_shares_with_others_stays_when_it_goes_on():
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    turn(keeping, [*([1] * 80), *([2] * 300)], 0, 4)
+    begun = turn(keeping, [*([1] * 80), *([3] * 300)], 0, 4)
+    told = Told([*begun.tokens, *([4] * 200)], prompt=584)
+    keeping.begin(told.course, told.keys, 584, 384, 384, lambda _: 1e9)
+    assert told.course.went_on_from == 384
+    assert told.course.cold_from == 80 and 80 in told.course.kept
