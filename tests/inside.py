@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from kvtier.coordinator.core import Core
     from kvtier.coordinator.extension import Extension
     from kvtier.coordinator.inbox import Inbox
+    from kvtier.coordinator.keeping import Keeping
     from kvtier.coordinator.match import Matcher
     from kvtier.coordinator.request import FinishReason
-    from kvtier.coordinator.returns import Before, Returns
+    from kvtier.coordinator.returns import Before
     from kvtier.coordinator.roster import Roster
     from kvtier.coordinator.running import Running
     from kvtier.coordinator.step import GroupView, Step
@@ -132,14 +133,9 @@ def wanted_keys(boundaries: Boundaries) -> set[bytes]:
     return set(boundaries._wanted)
 
 
-def boundaries(of: Whole) -> Boundaries:
-    """What remembers where prompts were found again."""
-    return coordinator(of).retention.keeping.boundaries
-
-
-def returns(of: Whole) -> Returns:
-    """What remembers how far apart conversations came back."""
-    return coordinator(of).retention.keeping.returns
+def keeping(of: Whole) -> Keeping:
+    """What decides what stays."""
+    return coordinator(of).retention.keeping
 
 
 def num_marks(of: Whole) -> int:
@@ -163,8 +159,8 @@ def _nothing_known(_: object) -> Before:
 
 def learn_nothing(of: Whole) -> None:
     """Which ends pay never changes, and nobody comes back: no two states would have these numbers in common."""
-    boundaries(of).learn = _learn_nothing  # type: ignore[method-assign]
-    known = returns(of)
+    keeping(of).boundaries.learn = _learn_nothing  # type: ignore[method-assign]
+    known = keeping(of).returns
     known.begin, known.end = _never_seen, _learn_nothing  # type: ignore[method-assign]
     known.known = _nothing_known  # type: ignore[method-assign]
     known._places = known._places[:0].copy()  # it would be copied with each state
@@ -174,7 +170,7 @@ def pass_nothing(of: Whole) -> None:
     """What windows pass has not paid."""
     from kvtier.coordinator.boundaries import End
 
-    boundaries(of)._credits[End.PASSED] = 0.0
+    keeping(of).boundaries._credits[End.PASSED] = 0.0
 
 
 def touch_nothing(of: Scheduler) -> None:
@@ -372,14 +368,9 @@ def tier_pools(tier: HostTier) -> BlockPools:
     return tier._pools
 
 
-def tier_boundaries(tier: HostTier) -> Boundaries:
-    """What remembers where prompts were found again."""
-    return tier._parts.keeping.boundaries
-
-
-def tier_returns(tier: HostTier) -> Returns:
-    """What remembers after how much else prompts come back."""
-    return tier._parts.keeping.returns
+def tier_keeping(tier: HostTier | HostTierScheduler) -> Keeping:
+    """What decides what stays."""
+    return tier._parts.keeping
 
 
 def tier_arena(tier: HostTier) -> Arena:

@@ -227,7 +227,8 @@ class Admission:
             return None
         if seq.looks >= MOST_LOOKS or all(pools.num_spare(g) >= n for g, n in enumerate(need)):
             return None
-        if not self._coordinator.retention.keeping.has_lost(seq.course, seq.keys, len(seq.tokens), match.num_tokens):
+        keeping = self._coordinator.retention.keeping
+        if not keeping.has_lost(seq.course, seq.keys, len(seq.tokens), match.num_tokens):
             return None
         seq.looks += 1
         return more

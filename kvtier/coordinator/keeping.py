@@ -173,9 +173,7 @@ class Keeping:
         if boundary in course.branches:
             self.boundaries.want(name)
         if not (course.is_guest and self.boundaries.is_end(name)):  # else it is a guest's own end, which has gone
-            course.cold_from, course.cold_to = max(course.cold_from, boundary), max(course.cold_to, boundary)
-            course.gone_from = max(course.gone_from, boundary)
-            course.kept.add(boundary)
+            _keep_up_to(course, boundary)
         course.branches.discard(boundary)
         course.told.discard(boundary)
 
@@ -207,8 +205,8 @@ class Keeping:
     def end(self, course: Course, keys: KeyArray, end: int, is_answer: bool, comes_back: bool = False) -> None:
         """The text has ended after ``end`` tokens; ``is_answer``: after its prompt.
 
-        The end stays if the text comes back, or if such ends pay. If nothing of answers is found again, the answer's full
-        blocks are superseded too.
+        The end stays if the text comes back, or if such ends pay. If nothing of answers is found again, the answer's
+        full blocks are superseded too.
         """
         stays = comes_back or self.boundaries.pays(End.ANSWER) or (self.boundaries.pays(End.PROMPT) and not is_answer)
         self._want_again(course, keys)
@@ -227,8 +225,7 @@ class Keeping:
         """If others have wanted the boundary since that the text has gone on from, it stays."""
         n = course.went_on_from
         if n and self.boundaries.is_stem(self.name(keys, n)):
-            course.cold_from, course.cold_to = max(course.cold_from, n), max(course.cold_to, n)
-            course.kept.add(n)
+            _keep_up_to(course, n)
 
     def leave(self, course: Course, keys: KeyArray, prompt: int, end: int) -> None:
         """The text has gone after ``end`` tokens, ``prompt`` of which were its prompt. It does not come back itself."""
@@ -290,3 +287,10 @@ class Keeping:
         """The first token that a hit at the prompt's end, ``boundary``, needs of any window or chunk; and if slack is
         kept, hits shortly before it."""
         return min(course.slack_from, *(attention.first_visible(boundary) for attention in self._local))
+
+
+def _keep_up_to(course: Course, boundary: int) -> None:
+    """Nothing before this boundary is superseded."""
+    course.cold_from, course.cold_to = max(course.cold_from, boundary), max(course.cold_to, boundary)
+    course.gone_from = max(course.gone_from, boundary)
+    course.kept.add(boundary)

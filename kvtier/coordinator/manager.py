@@ -85,6 +85,7 @@ class CacheManager:
         self._names.add(request.request_id)
         self._sequences[tracked] = Sequence(tracked, self._coordinator.tables)
         self._running.roster.enqueue(tracked)
+        self._running.coming.has_new = True
         self._journal.tell(request.request_id, Arrived.of, request)
         return self._sequences[tracked]
 
@@ -114,10 +115,12 @@ class CacheManager:
         need, used = coordinator.room.first_need(seq, match), self._pools.live
         if not self._pools.fits(used + need):
             return coordinator.room.shortage(need, used)
+        self._running.coming.before_admission()
         coordinator.hold(match)
         if not coordinator.admit(seq, match, roster.next_row()):
             return Shortage({})
         roster.enter(seq)
+        self._running.coming.after_admission()
         self._forget_end(seq)
         self._core.check("start")
         return None
@@ -337,6 +340,7 @@ class CacheManager:
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._running.roster.enqueue(seq)
+        self._running.coming.has_new = True
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
         if seq.row >= 0:

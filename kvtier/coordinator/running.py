@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.advance import GOES_ON, STOPPED, advance
+from kvtier.coordinator.coming import Coming
 from kvtier.coordinator.core import Core
 from kvtier.coordinator.entries import Entries
 from kvtier.coordinator.plan import extend_rows, valid_ids
@@ -62,6 +63,9 @@ class Running:
                 f"work arrays for {max_batched_tokens:,} tokens of {max_running:,} requests do not fit into memory "
                 f"({problem or 'out of memory'}); lower {setting}"
             ) from problem
+        tiers = [core.coordinator.pools] if core.host is None else [core.coordinator.pools, core.host]
+        self.coming = Coming(core.coordinator, self.roster, tiers)
+        """Keeps warm what requests that wait will hit."""
 
     def refuse_step(self) -> NoReturn:
         """The last step was neither committed nor cancelled."""
@@ -170,3 +174,4 @@ class Running:
         row = seq.row
         self._coordinator.leave(seq, comes_back)
         self.roster.leave(seq, row)
+        self.coming.is_stale = True

@@ -18,7 +18,6 @@ from collections.abc import Collection
 import numpy.typing as npt
 
 from kvtier.coordinator.admission import Admission
-from kvtier.coordinator.coming import Coming
 from kvtier.coordinator.core import HasCore, core_of
 from kvtier.coordinator.counts import CANCELLED, DISOWNED, LOAD_FAILED, RESET
 from kvtier.coordinator.extension import Extension
@@ -54,8 +53,7 @@ class Scheduler:
         self._running = Running(core, max_batched_tokens, max_running)
         self._roster, self._entries = self._running.roster, self._running.entries
         self._admission = Admission(self._coordinator, self._roster, self._preempt, self._finish)
-        tiers = [self._pools] if self._core.host is None else [self._pools, self._core.host]
-        self._coming = Coming(self._coordinator, self._roster, tiers)
+        self._coming = self._running.coming
         self._extension = Extension(self._coordinator, self._running, self._preempt, self._finish)
         core.take_over(self, max_running)  # last: other threads see it from here on
 
@@ -334,7 +332,7 @@ class Scheduler:
         if self._journal.is_on:
             self._journal.add(seq.request.request_id, cause)
         self._running.leave(seq, comes_back=True)
-        self._coming.is_stale = self._coming.has_new = True
+        self._coming.has_new = True
         seq.move(State.WAITING)
         seq.wait_again(reason)
         self._roster.enqueue(seq)
@@ -346,7 +344,6 @@ class Scheduler:
         reason = self._inbox.decide(seq, reason)
         if seq.row >= 0:
             self._running.leave(seq)
-            self._coming.is_stale = True
         else:
             self._roster.drop(seq)
         seq.move(State.FINISHED)

@@ -29,8 +29,8 @@ A_REQUEST = 821
 A_PASSED = 10
 A_DECODE = 42
 """Of the commit that benchmarks/results/micro.json was measured at: 809 and 45. Less is better; more needs a reason:
-eleven calls learn how far apart conversations come back, seven keep what stays in a module of its own. A chunk whose windows are named as they pass takes ten
-more."""
+eleven calls learn how far apart conversations come back, seven keep what stays in a module of its own. A chunk whose
+windows are named as they pass takes ten more."""
 
 
 def calls_of(work: Callable[[], Any]) -> Counter[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from core.driving import Serving, prompt
-from kvtier import FullAttention, SlidingWindow
+from kvtier import CacheManager, FullAttention, Request, SlidingWindow
 from kvtier.coordinator import coming
+from kvtier.coordinator.sequence import Sequence
+from kvtier.coordinator.step import Step
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
@@ -46,3 +48,31 @@ def test_a_long_queue_costs_a_step_a_bounded_number_of_looks(make_serving, monke
         serving.add(f"{k}", prompt(0, 40), 1)
     serving.step()
     assert [seq.is_warm for seq in serving.scheduler.waiting] == [True] * 3 + [False] * 17
+
+
+def test_what_other_sequences_of_an_engine_take_does_not_push_it_out(make_cache, monkeypatch) -> None:
+    """The engine schedules by itself: a sequence that is open waits."""
+
+    def found() -> int:
+        cache = make_cache(SPEC, {"full": 34, "near": 40})
+        manager, text = CacheManager(cache, 64, 2), prompt(0, 40)
+        served(manager, manager.open(Request("first", text, 1)))
+        waits = manager.open(Request("waits", text, 1))
+        for k in range(5):
+            served(manager, manager.open(Request(f"before it {k}", prompt(2 + k, 40), 1)))
+        hit = manager.match(waits).num_tokens
+        for sequence in list(manager._sequences.values()):
+            manager.close(sequence, "abort")
+        cache.close()
+        return hit
+
+    assert found() == 36
+    monkeypatch.setattr(coming.Coming, "_touch", lambda self, requests: None)
+    assert found() < 36
+
+
+def served(manager: CacheManager, sequence: Sequence) -> None:
+    assert manager.start(sequence) is None
+    step = manager.plan([(sequence, sequence.num_tokens)])
+    assert isinstance(step, Step), step
+    assert len(manager.commit(step, [1])) == 1

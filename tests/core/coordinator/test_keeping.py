@@ -145,3 +145,12 @@ def test_what_a_conversation_shares_with_others_stays_when_it_goes_on():
     keeping.begin(told.course, told.keys, 584, 384, 384, lambda _: 1e9)
     assert told.course.went_on_from == 384
     assert told.course.cold_from == 80 and 80 in told.course.kept
+
+
+def test_a_stem_whose_content_has_gone_is_named_again():
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    turn(keeping, [*([1] * 80), *([2] * 300)], 0, 4)
+    told = Told([*([1] * 80), *([3] * 300)])
+    keeping.begin(told.course, told.keys, 380, 0, 0, lambda _: 1e9)
+    assert keeping.parted(told.course, 0, 380) == [80]
+    assert keeping.parted(told.course, 80, 380) == []

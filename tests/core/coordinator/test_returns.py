@@ -214,7 +214,7 @@ def test_rounds_on_a_tier_that_is_a_fifth_too_small(make_serving, tier) -> None:
 def test_a_round_in_small_is_sound_after_every_step(make_serving) -> None:
     serving = make_serving(SPEC, {"full": 90, "near": 24}, {"full": 100, "near": 24})
     assert rounds(serving, 6, 4) > 0
-    assert inside.returns(serving.cache)._recent > 8
+    assert inside.keeping(serving.cache).returns._recent > 8
 
 
 def test_a_preempted_request_is_no_guest_of_its_own(make_serving) -> None:
@@ -223,7 +223,7 @@ def test_a_preempted_request_is_no_guest_of_its_own(make_serving) -> None:
     serving.steps_until(lambda: serving.known("a") > 40)
     serving.add("urgent", prompt(1, 60), 1, priority=-1)
     serving.run()
-    assert serving.finished["a"].preemptions and inside.returns(serving.cache)._count == 2
+    assert serving.finished["a"].preemptions and inside.keeping(serving.cache).returns._count == 2
 
 
 @pytest.mark.usefixtures("unaudited")

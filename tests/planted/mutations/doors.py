@@ -17,7 +17,7 @@ MUTATIONS = (
         "I11",
         "windows are never kept where many prompts part, so nobody hits there",
         "core/host_tier",
-        ("HostText.match", "self._branches.add(found.full_tokens)", "pass"),
+        ("HostText.match", "self._course.branches.add(found.full_tokens)", "pass"),
     ),
     mutation(
         "host_tier_gives_back_what_a_late_load_still_writes",
