@@ -171,6 +171,8 @@ def pass_nothing(of: Whole) -> None:
     from kvtier.coordinator.boundaries import End
 
     keeping(of).boundaries._credits[End.PASSED] = 0.0
+    keeping(of).boundaries._apps.clear()
+    keeping(of).boundaries._paying.clear()
 
 
 def touch_nothing(of: Scheduler) -> None:

@@ -14,6 +14,9 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
 A hit credits its end's class. So does what the full-attention groups alone have found: with its windows it would have
 been a hit. Credits fade with each request.
 
+One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
+that begin with the same unit, as with one system prompt. Until it has credits enough, those of all apps tell what pays.
+
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
 Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's door) ask it what to keep.
@@ -27,6 +30,11 @@ from typing import TypeVar
 
 from kvtier.geometry.spec import Attention, Kind
 from kvtier.machine.stats import EndStats
+
+MOST_APPS = 4096
+"""Apps that are remembered."""
+PRIOR = 2.0
+"""What all apps tell counts like so many requests of an app's own."""
 
 T = TypeVar("T")
 Found = tuple[bytes, int]
@@ -72,7 +80,9 @@ class Boundaries:
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
-        self._credits = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+        self._credits = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]  # of all apps
+        self._apps: OrderedDict[bytes, list[float]] = OrderedDict()
+        self._paying: dict[bytes | None, list[bool]] = {}  # by app, since the last request
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
     def is_wanted(self, name: bytes) -> bool:
@@ -107,23 +117,29 @@ class Boundaries:
             _remember(self._left, name, None)
         return self.is_end(name)
 
-    def learn(self, hit: Found | None, missed: Found | None = None) -> None:
-        """A request begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``, which is
-        longer."""
-        credits = self._credits = [FADES * credit for credit in self._credits]
+    def learn(self, hit: Found | None, missed: Found | None = None, app: bytes = b"") -> None:
+        """A request of this app begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``,
+        which is longer."""
         hit_end, missed_end = hit and self._class_of(hit), missed and self._class_of(missed)
         for counts, found, end in (self._hits, hit, hit_end), (self._missed, missed, missed_end):
             if found is not None:
                 counts[End.PASSED if end is None else end] += 1
                 counts[End.LEFT] += found[0] in self._left
-        best, end, reached = (hit, hit_end, 0) if missed_end is None else (missed, missed_end, 0)
-        if best is not None and end is not None:
-            credits[end] += 1
-            credits[End.LEFT] += best[0] in self._left
-            reached = best[1]
-        longest = missed or hit
-        if longest is not None:
-            credits[End.PASSED] += 1 - reached / longest[1]
+        best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
+        longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
+        self._paying.clear()
+        own = self._apps.pop(app, None) or [0.0] * len(End)
+        self._apps[app] = own
+        if len(self._apps) > MOST_APPS:
+            self._apps.popitem(last=False)
+        for credits in self._credits, own:
+            for each in End:
+                credits[each] *= FADES
+            if best is not None and end is not None:
+                credits[end] += 1
+                credits[End.LEFT] += best[0] in self._left
+            if longest is not None:
+                credits[End.PASSED] += 1 - reached / longest[1]
 
     def _class_of(self, found: Found) -> End | None:
         """None: no end that is remembered."""
@@ -137,14 +153,21 @@ class Boundaries:
         """Of each class; from any thread."""
         return {end.name.lower(): EndStats(self._hits[end], self._missed[end], self.pays(end)) for end in End}
 
-    def pays(self, end: End) -> bool:
-        """Whether ends of this class are worth their memory."""
+    def pays(self, end: End, app: bytes | None = None) -> bool:
+        """Whether ends of this class are worth their memory: in this app, or in all of them together."""
+        if app not in self._paying:
+            self._paying[app] = self._judge(self._apps.get(app) if app is not None else None)
+        return self._paying[app][end]
+
+    def _judge(self, own: list[float] | None) -> list[bool]:
+        """Of each class, whether it pays where these are an app's own credits."""
         credits = list(self._credits)
-        left, credits[End.LEFT] = credits[End.LEFT], 0.0  # they are ends of another class too
-        sum_of_all = sum(credits)
-        credits[End.LEFT] = left
+        among = sum(credits) - credits[End.LEFT]  # ends that were left are ends of another class too
+        if own is not None and among:
+            credits = [PRIOR * of_all / among + of_own for of_all, of_own in zip(credits, own, strict=True)]
+            among = sum(credits) - credits[End.LEFT]
         credits[End.PROMPT] += credits[End.SHORT]  # which takes the end's windows too
-        return credits[end] > PAYS * sum_of_all
+        return [of > PAYS * among for of in credits]
 
 
 def _remember(names: OrderedDict[bytes, T], name: bytes, value: T) -> None:

@@ -51,6 +51,8 @@ class Course:
     has_begun: bool = False
     before: Before | None = None
     """What it has in common with an earlier text, once that was looked up."""
+    app: bytes = b""
+    """The name of its first unit; b"" if it has none."""
     branches: set[int] = field(default_factory=set)
     """Boundaries to name: others part from it there."""
     told: set[int] = field(default_factory=set)
@@ -98,22 +100,24 @@ class Keeping:
         begin again after it has come back. Then it finds what it has left itself, and nothing is learned.
         """
         known, stop = self.boundaries, hit
+        app = course.app = self.name(keys, self._unit) if num_tokens >= self._unit else b""
         found = (self.name(keys, hit), hit) if hit else None
         full = full if self._has_full else hit
         if not course.has_begun:
-            known.learn(found, (self.name(keys, full), full) if full > hit else None)
+            known.learn(found, (self.name(keys, full), full) if full > hit else None, app)
         last = min(self.last_boundaries(num_tokens))
         goes_on = found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.named_from, course.slack_from, course.kept = hit, NEVER, NEVER, set()
         if self._local:
-            passes, slack = self._passes and known.pays(End.PASSED), known.pays(End.PROMPT) and known.pays(End.SHORT)
+            passes = self._passes and known.pays(End.PASSED, app)
+            slack = known.pays(End.PROMPT, app) and known.pays(End.SHORT, app)
             if passes or slack:
                 first = min(needed_from(attention, last) for attention in self._local)
                 course.slack_from = first if slack else NEVER
                 course.named_from, stop = (hit, max(hit, self._needed(course, last))) if passes else (first, stop)
         if told:
             self._tell(course, keys, told, hit)
-        course.went_on_from = hit if goes_on and not known.pays(End.LEFT) else 0
+        course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
         tail = NEVER if course.has_begun else self._come_back(course, keys, num_tokens, hit, full, room, may_be_guest)
         course.cold_from, course.cold_to, course.gone_from = hit, stop, tail
         if course.went_on_from:
@@ -161,7 +165,7 @@ class Keeping:
         stems = {n // unit * unit for n in told[-MOST_TOLD:] if n // unit * unit > hit}
         for boundary in stems:
             self.boundaries.end(self.name(keys, boundary), End.STEM)
-        course.told = stems if self.boundaries.pays(End.STEM) else set()
+        course.told = stems if self.boundaries.pays(End.STEM, course.app) else set()
 
     def parted(self, course: Course, start: int, end: int) -> list[int]:
         """Boundaries of the text, between these, at which others part from it; ascending."""
@@ -191,11 +195,12 @@ class Keeping:
             self.boundaries.end(self.name(keys, boundary), End.SHORT)
         if course.is_guest or not self._local:
             return
-        self._want_again(course, keys)
+        if course.went_on_from:
+            self._want_again(course, keys)
         if any(self.boundaries.is_wanted(self.name(keys, boundary)) for boundary in ends):
             course.cold_from = course.cold_to = ends[-1]
             course.kept.update(ends)
-        elif self.boundaries.pays(End.PROMPT):
+        elif self.boundaries.pays(End.PROMPT, course.app):
             needed = self._needed(course, ends[0])
             course.cold_from, course.cold_to = min(course.cold_from, needed), min(course.cold_to, needed)
             course.kept.update(ends)
@@ -208,11 +213,13 @@ class Keeping:
         The end stays if the text comes back, or if such ends pay. If nothing of answers is found again, the answer's
         full blocks are superseded too.
         """
-        stays = comes_back or self.boundaries.pays(End.ANSWER) or (self.boundaries.pays(End.PROMPT) and not is_answer)
-        self._want_again(course, keys)
+        pays, app = self.boundaries.pays, course.app
+        stays = comes_back or pays(End.ANSWER, app) or (not is_answer and pays(End.PROMPT, app))
+        if course.went_on_from:
+            self._want_again(course, keys)
         if comes_back:
             course.is_guest, course.gone_from = False, NEVER
-        elif is_answer and self.answers_go:
+        elif is_answer and self.answers_go(course):
             course.gone_from = min(course.gone_from, course.prompt_end)
         if stays and self._local and not course.is_guest:
             ends = self.last_boundaries(end)
@@ -224,7 +231,7 @@ class Keeping:
     def _want_again(self, course: Course, keys: KeyArray) -> None:
         """If others have wanted the boundary since that the text has gone on from, it stays."""
         n = course.went_on_from
-        if n and self.boundaries.is_stem(self.name(keys, n)):
+        if self.boundaries.is_stem(self.name(keys, n)):
             _keep_up_to(course, n)
 
     def leave(self, course: Course, keys: KeyArray, prompt: int, end: int) -> None:
@@ -233,15 +240,14 @@ class Keeping:
 
     # --- what is asked ----------------------------------------------------------------------------
 
-    def names_end(self, is_answer: bool, comes_back: bool = False) -> bool:
+    def names_end(self, course: Course, is_answer: bool, comes_back: bool = False) -> bool:
         """Whether the blocks of hits at a text's end are named: an answer's end is if it comes back, or such ends
         pay."""
-        return comes_back or not is_answer or self.boundaries.pays(End.ANSWER)
+        return comes_back or not is_answer or self.boundaries.pays(End.ANSWER, course.app)
 
-    @property
-    def answers_go(self) -> bool:
+    def answers_go(self, course: Course) -> bool:
         """Whether nothing of answers is found again."""
-        return not self.boundaries.pays(End.ANSWER) and not self.boundaries.pays(End.PASSED)
+        return not self.boundaries.pays(End.ANSWER, course.app) and not self.boundaries.pays(End.PASSED, course.app)
 
     def needed(self, course: Course, num_tokens: int) -> list[int]:
         """By group: the first token that hits at the end of so many tokens, or shortly before it, need."""

@@ -127,7 +127,7 @@ class Retention:
         """The request is about to leave its row: names the blocks that hits at the end of its text need, if that end is
         kept."""
         end, prompt = int(self._tables.arrays.computed[seq.row]), len(seq.request.tokens)
-        if self.keeping.names_end(end > prompt, comes_back):
+        if self.keeping.names_end(seq.course, end > prompt, comes_back):
             self._seal_anchors(seq, end)
         self.keeping.end(seq.course, seq.keys, end, end > prompt, comes_back)
         if not comes_back:

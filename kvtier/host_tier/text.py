@@ -191,7 +191,7 @@ class HostText:
         end = end if end - known < parts.spec.hash_tokens else known
         parted, is_answer = keeping.parted(course, self._stored, known), course.prompt_end < NEVER
         ends = keeping.last_boundaries(end) - {0} if is_end else set()
-        named = {*parted, *(ends if keeping.names_end(is_answer) else ())}
+        named = {*parted, *(ends if keeping.names_end(course, is_answer) else ())}
         slack = set() if is_answer or course.slack_from == NEVER else ends
         worth = [] if course.is_guest else self._worth(named, slack, 0 if ends else self._stored, known)
         blocks = self._blocks(worth, blocks_of)
@@ -243,7 +243,8 @@ class HostText:
         """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room
         is spare."""
         stores, names, last = self._parts.stores, self._names(groups, at), np.zeros(len(at), bool)
-        tail = min(self._course.gone_from, self._course.prompt_end if self._parts.keeping.answers_go else NEVER)
+        course = self._course
+        tail = min(course.gone_from, course.prompt_end if self._parts.keeping.answers_go(course) else NEVER)
         if tail < NEVER:
             kinds = np.array([group.attention.kind is Kind.FULL for group in self._parts.spec.groups])
             tokens = np.array([group.block_tokens for group in self._parts.spec.groups])

@@ -49,7 +49,7 @@ def test_all_doors_give_one_answer(make_serving, make_cache, asks) -> None:
         offered.setdefault(id(door), []).extend(sorted(boundaries))
 
     with pytest.MonkeyPatch.context() as patch:  # what windows pass stays on a device
-        patch.setattr(Boundaries, "pays", lambda self, end: end is not End.PASSED and pays(self, end))
+        patch.setattr(Boundaries, "pays", lambda self, end, app=None: end is not End.PASSED and pays(self, end, app))
         patch.setattr(RemoteDoor, "offer", offer)
         serving, manager = make_serving(SPEC, 400, 400), CacheManager(make_cache(SPEC, 400), 512, 4)
         tier, relayed = Outside(host_memory=400_000), Relayed(host_memory=400_000, workers=1)
@@ -75,6 +75,7 @@ def test_all_doors_give_one_answer(make_serving, make_cache, asks) -> None:
                 break  # from here on they have seen two stories
             for theirs in doors:
                 assert mine.boundaries._credits == theirs.boundaries._credits, k
+                assert [*mine.boundaries._apps.values()] == [*theirs.boundaries._apps.values()], k
                 for learned in "_prompt", "_end", "_common", "_stem", "_lent", "_is_used":
                     assert np.array_equal(getattr(mine.returns, learned), getattr(theirs.returns, learned)), learned
             told = [{*boundaries} - {0, there} for boundaries in offered.values()]

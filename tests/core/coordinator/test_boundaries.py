@@ -50,6 +50,23 @@ def test_before_anything_is_known_what_costs_little_is_tried() -> None:
     assert [end for end in End if known.pays(end)] == [End.ANSWER, End.STEM, End.PASSED]
 
 
+def test_each_app_learns_what_pays_in_it_and_a_new_one_follows_all(monkeypatch) -> None:
+    monkeypatch.setattr(boundaries, "MOST_APPS", 2)
+    known = Boundaries()
+    for n in range(100):
+        end = (End.PROMPT, End.ANSWER)[n % 2]
+        known.end(name(n), end)
+        known.learn((name(n), 64), None, (b"drops its answers", b"keeps them")[n % 2])
+    for paid in End.PROMPT, End.ANSWER:
+        assert known.pays(paid) and known.pays(paid, b"new")
+        assert [known.pays(paid, app) for app in (b"drops its answers", b"keeps them")].count(True) == 1
+    assert known.pays(End.PROMPT, b"drops its answers") and known.pays(End.ANSWER, b"keeps them")
+    known.learn((name(1), 64), None, b"keeps them")
+    known.learn((name(1), 64), None, b"new")
+    assert known.pays(End.ANSWER, b"drops its answers"), "it was forgotten: the two newest are known"
+    assert not known.pays(End.PROMPT, b"keeps them")
+
+
 @pytest.mark.parametrize("paid", [End.PROMPT, End.ANSWER])
 def test_what_is_never_found_stops_paying_and_pays_again_once_it_is_found(paid: End) -> None:
     known, other = Boundaries(), End(1 - paid)
@@ -184,7 +201,7 @@ def test_conversations_whose_answers_are_not_kept_are_found_at_their_prompts(mak
         return talk(serving, 6, 6, lambda asked, answer: [*asked, *answer[12:]])
 
     learned = hits()
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.ANSWER)
     assert learned > 1.5 * hits()
 
 
@@ -221,7 +238,7 @@ def test_a_cache_tells_which_ends_were_found_and_which_would_have_been(make_serv
         "prompt": (1, 0),
         "answer": (1, 0),
     }
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is not End.ANSWER)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is not End.ANSWER)
     said = [*prompt(2, 33), *serving.serve("b", prompt(2, 33), 16).token_ids]
     serving.serve("b on", [*said, *prompt(3, 9)], 1)
     ends = serving.cache.stats().ends
@@ -253,7 +270,7 @@ def test_ends_that_do_not_pay_go_first_though_their_request_has_left(make_servin
     pools = inside.pools(serving.cache)
     serving.serve("pays", prompt(0, 61), 3)
     before = pools.num_superseded(1)
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.STEM)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.STEM)
     serving.serve("does not", prompt(1, 61), 3)
     assert pools.num_superseded(1) == before + 2, "the window at its end"
 
@@ -302,7 +319,7 @@ def test_answers_of_which_nothing_is_found_again_go_first(make_serving, monkeypa
     inside.pass_nothing(serving.cache)
     serving.serve("pays", prompt(0, 33), 17)
     assert [pools.num_superseded(0) for pools in tiers] == [0] * len(tiers)
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end in (End.PROMPT, End.STEM))
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end in (End.PROMPT, End.STEM))
     text, said = prompt(1, 33), serving.serve("does not", prompt(1, 33), 17).token_ids
     serving.run()
     assert [pools.num_superseded(0) for pools in tiers] == [4] * len(tiers), "of 49 tokens, from the 33rd on"
@@ -313,6 +330,6 @@ def test_answers_of_which_nothing_is_found_again_go_first(make_serving, monkeypa
 def test_an_answer_is_kept_as_long_as_something_of_answers_is_found(make_serving, monkeypatch) -> None:
     serving = make_serving(SPEC, 300)
     for paying in (End.ANSWER, End.PASSED):
-        monkeypatch.setattr(Boundaries, "pays", lambda self, end, paying=paying: end is paying)
+        monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"", paying=paying: end is paying)
         serving.serve(f"{paying}", prompt(int(paying), 33), 17)
     assert inside.pools(serving.cache).num_superseded(0) == 0

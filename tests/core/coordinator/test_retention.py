@@ -19,7 +19,7 @@ SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)}
 @pytest.fixture(autouse=True)
 def answers_alone_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on conversations whose answers stay as they were."""
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.ANSWER)
 
 
 def cold(serving: Serving) -> list[int]:

@@ -133,11 +133,13 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
     for tail in range(3):
         keys = joined((0, 10), (1 + tail, 6))
         _, before = known.begin(keys, 0, 9.0, 1.0)
-        assert before == (Before(tail - 1, 10) if tail else Before())
+        assert before == (Before(tail - 1, 10, shared=10) if tail else Before())
         known.end(keys, 13, 16, before)
-    assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == Before(1, 16, goes_on=True)  # an answer's end
+    at_an_answer_s_end = Before(1, 16, goes_on=True, shared=10)
+    assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == at_an_answer_s_end
     for cut, goes_on in (12, True), (13, True), (14, True), (15, True), (11, False):
-        assert known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1] == Before(1, cut, goes_on), cut
+        before = known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1]
+        assert before == Before(1, cut, goes_on, shared=10 if goes_on else cut)
 
 
 def test_two_questions_shortly_behind_a_beginning_make_it_a_stem() -> None:

@@ -264,11 +264,18 @@ MUTATIONS = (
         ("Keeping._stem", "max(stems, default=0)", "0"),
     ),
     mutation(
+        "one_app_tells_what_pays_in_another",
+        "I21",
+        "a client that drops its answers loses its prompts' ends, because other clients keep theirs",
+        "core/coordinator/boundaries",
+        ("Boundaries._judge", "own is not None and among", "False"),
+    ),
+    mutation(
         "what_others_have_wanted_meanwhile_goes",
         "I31",
         "two requests go on from one end, and the end goes with the first of them",
         "core/coordinator/keeping",
-        ("Keeping._want_again", "n and self.boundaries.is_stem(self.name(keys, n))", "False"),
+        ("Keeping._want_again", "self.boundaries.is_stem(self.name(keys, n))", "False"),
     ),
     mutation(
         "a_manager_s_waiting_sequences_are_not_touched",
