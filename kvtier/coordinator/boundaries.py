@@ -15,7 +15,7 @@ A hit credits its end's class. So does what the full-attention groups alone have
 been a hit. Credits fade with each request.
 
 One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
-that begin with the same unit, as with one system prompt. Until it has credits enough, those of all apps tell what pays.
+that begin with the same unit, as with one system prompt. A new app begins with what all apps have told.
 
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
@@ -33,8 +33,9 @@ from kvtier.machine.stats import EndStats
 
 MOST_APPS = 4096
 """Apps that are remembered."""
-PRIOR = 2.0
-"""What all apps tell counts like so many requests of an app's own."""
+AT_FIRST = (0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
+"""Credits before anything is known: a turn mostly goes on from the answer, callers know where prompts part, and what is
+passed goes first. A new app begins with as many, in the shares of all apps."""
 
 T = TypeVar("T")
 Found = tuple[bytes, int]
@@ -80,7 +81,7 @@ class Boundaries:
         self._ends: OrderedDict[bytes, End] = OrderedDict()
         self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
-        self._credits = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]  # of all apps
+        self._credits = [*AT_FIRST]  # of all apps
         self._apps: OrderedDict[bytes, list[float]] = OrderedDict()
         self._paying: dict[bytes | None, list[bool]] = {}  # by app, since the last request
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
@@ -128,7 +129,7 @@ class Boundaries:
         best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
         longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
         self._paying.clear()
-        own = self._apps.pop(app, None) or [0.0] * len(End)
+        own = self._apps.pop(app, None) or self._begun()
         self._apps[app] = own
         if len(self._apps) > MOST_APPS:
             self._apps.popitem(last=False)
@@ -156,18 +157,22 @@ class Boundaries:
     def pays(self, end: End, app: bytes | None = None) -> bool:
         """Whether ends of this class are worth their memory: in this app, or in all of them together."""
         if app not in self._paying:
-            self._paying[app] = self._judge(self._apps.get(app) if app is not None else None)
+            self._paying[app] = _paying(self._credits if app is None else self._apps.get(app, self._credits))
         return self._paying[app][end]
 
-    def _judge(self, own: list[float] | None) -> list[bool]:
-        """Of each class, whether it pays where these are an app's own credits."""
-        credits = list(self._credits)
-        among = sum(credits) - credits[End.LEFT]  # ends that were left are ends of another class too
-        if own is not None and among:
-            credits = [PRIOR * of_all / among + of_own for of_all, of_own in zip(credits, own, strict=True)]
-            among = sum(credits) - credits[End.LEFT]
-        credits[End.PROMPT] += credits[End.SHORT]  # which takes the end's windows too
-        return [of > PAYS * among for of in credits]
+    def _begun(self) -> list[float]:
+        """Credits of a new app."""
+        among = sum(self._credits) - self._credits[End.LEFT]
+        share = min(1.0, sum(AT_FIRST) / among) if among else 1.0
+        return [share * credit for credit in self._credits]
+
+
+def _paying(credits: list[float]) -> list[bool]:
+    """Of each class, whether it pays with these credits."""
+    least = PAYS * (sum(credits) - credits[End.LEFT])  # ends that were left are ends of another class too
+    paying = [credit > least for credit in credits]
+    paying[End.PROMPT] = credits[End.PROMPT] + credits[End.SHORT] > least  # which take the end's windows too
+    return paying
 
 
 def _remember(names: OrderedDict[bytes, T], name: bytes, value: T) -> None:

@@ -268,7 +268,7 @@ MUTATIONS = (
         "I21",
         "a client that drops its answers loses its prompts' ends, because other clients keep theirs",
         "core/coordinator/boundaries",
-        ("Boundaries._judge", "own is not None and among", "False"),
+        ("Boundaries.pays", "self._apps.get(app, self._credits)", "self._credits"),
     ),
     mutation(
         "what_others_have_wanted_meanwhile_goes",
