@@ -15,7 +15,7 @@ A hit credits its end's class. So does what the full-attention groups alone have
 been a hit. Credits fade with each request.
 
 One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
-that begin with the same unit, as with one system prompt. A new app begins with what all apps have told.
+that begin with the same unit, as with one system prompt. Until it has credits enough, other apps' tell what pays.
 
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
@@ -25,6 +25,7 @@ Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's d
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
@@ -35,7 +36,9 @@ MOST_APPS = 4096
 """Apps that are remembered."""
 AT_FIRST = (0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
 """Credits before anything is known: a turn mostly goes on from the answer, callers know where prompts part, and what is
-passed goes first. A new app begins with as many, in the shares of all apps."""
+passed goes first."""
+PRIOR = 8.0
+"""What other apps tell counts like so many requests, and half of it once the app has had so many of its own."""
 
 T = TypeVar("T")
 Found = tuple[bytes, int]
@@ -82,7 +85,8 @@ class Boundaries:
         self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._credits = [*AT_FIRST]  # of all apps
-        self._apps: OrderedDict[bytes, list[float]] = OrderedDict()
+        self._apps: OrderedDict[bytes, _App] = OrderedDict()
+        self._count = 0  # requests
         self._paying: dict[bytes | None, list[bool]] = {}  # by app, since the last request
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
@@ -129,13 +133,14 @@ class Boundaries:
         best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
         longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
         self._paying.clear()
-        own = self._apps.pop(app, None) or self._begun()
-        self._apps[app] = own
+        self._count += 1
+        known = self._apps.pop(app, None) or _App()
+        self._apps[app] = known
         if len(self._apps) > MOST_APPS:
             self._apps.popitem(last=False)
-        for credits in self._credits, own:
-            for each in End:
-                credits[each] *= FADES
+        known.fade(self._count)
+        self._credits = [FADES * credit for credit in self._credits]
+        for credits in self._credits, known.own, known.part:
             if best is not None and end is not None:
                 credits[end] += 1
                 credits[End.LEFT] += best[0] in self._left
@@ -157,19 +162,43 @@ class Boundaries:
     def pays(self, end: End, app: bytes | None = None) -> bool:
         """Whether ends of this class are worth their memory: in this app, or in all of them together."""
         if app not in self._paying:
-            self._paying[app] = _paying(self._credits if app is None else self._apps.get(app, self._credits))
+            known = None if app is None else self._apps.get(app)
+            self._paying[app] = _paying(self._credits if known is None else known.told(self._credits, self._count))
         return self._paying[app][end]
 
-    def _begun(self) -> list[float]:
-        """Credits of a new app."""
-        among = sum(self._credits) - self._credits[End.LEFT]
-        share = min(1.0, sum(AT_FIRST) / among) if among else 1.0
-        return [share * credit for credit in self._credits]
+
+@dataclass(slots=True, eq=False)
+class _App:
+    """What an app has told."""
+
+    own: list[float] = field(default_factory=lambda: [0.0] * len(End))
+    """Its credits, which fade with each of its requests."""
+    part: list[float] = field(default_factory=lambda: [0.0] * len(End))
+    """Its part in the credits of all apps, as it was at request ``at``."""
+    at: int = 0
+
+    def fade(self, count: int) -> None:
+        """Its next request is number ``count`` of all apps'."""
+        self.own = [FADES * credit for credit in self.own]
+        self.part = [FADES ** (count - self.at) * credit for credit in self.part]
+        self.at = count
+
+    def told(self, of_all: list[float], count: int) -> list[float]:
+        """Its credits, and those that other apps have told, at request ``count``."""
+        faded = FADES ** (count - self.at)
+        others = [max(0.0, credit - faded * part) for credit, part in zip(of_all, self.part, strict=True)]
+        weight = PRIOR * PRIOR / (PRIOR + _sum(self.own)) / (_sum(others) or 1.0)
+        return [weight * other + own for other, own in zip(others, self.own, strict=True)]
+
+
+def _sum(credits: list[float]) -> float:
+    """Without ends that were left, which are ends of another class too."""
+    return sum(credits) - credits[End.LEFT]
 
 
 def _paying(credits: list[float]) -> list[bool]:
     """Of each class, whether it pays with these credits."""
-    least = PAYS * (sum(credits) - credits[End.LEFT])  # ends that were left are ends of another class too
+    least = PAYS * _sum(credits)
     paying = [credit > least for credit in credits]
     paying[End.PROMPT] = credits[End.PROMPT] + credits[End.SHORT] > least  # which take the end's windows too
     return paying

@@ -268,7 +268,7 @@ MUTATIONS = (
         "I21",
         "a client that drops its answers loses its prompts' ends, because other clients keep theirs",
         "core/coordinator/boundaries",
-        ("Boundaries.pays", "self._apps.get(app, self._credits)", "self._credits"),
+        ("Boundaries.pays", "self._apps.get(app)", "None"),
     ),
     mutation(
         "what_others_have_wanted_meanwhile_goes",
