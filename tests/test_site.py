@@ -55,7 +55,7 @@ class Read(HTMLParser):
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """The folder of the built site. What the library needs is not needed to read its docstrings."""
-    pytest.importorskip("mkdocstrings_handlers", reason="make test installs it")
+    pytest.importorskip("mkdocstrings_handlers", reason="mkdocstrings-python is not installed; `make test` installs it")
     folder = tmp_path / "site"
     quiet = {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -120,7 +120,7 @@ def public_names() -> Iterator[str]:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("mkdocs", reason="make test installs it")
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed; `make test` installs it")
     spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "tools" / "site_hooks.py")
     assert spec is not None
     assert spec.loader is not None

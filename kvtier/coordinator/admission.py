@@ -25,20 +25,14 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.tracked import ForTransfer, ForTwin, State, Tracked, Wait
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.machine.journal import SentBack, Waits
-from kvtier.pools.block_pool import Col
 from kvtier.remote.moves import SeekState
 
 Counts = npt.NDArray[np.int64]
 
 _LOADING, _FRESH, _PREFILL, _DECODE = int(Phase.LOADING), int(Phase.FRESH), int(Phase.PREFILL), int(Phase.DECODE)
 
-MARGIN = 3
-"""A request whose content was pushed out is admitted beside room for so many more of its size: content of others would
-be pushed out for it next."""
-MOST_MARGIN = 4
-"""The room is at most one in so many blocks."""
 MOST_LOOKS = 512
-"""It is looked at so often in vain at most."""
+"""A request that waits for a margin is looked at so often in vain at most."""
 
 _NOTHING: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
@@ -228,12 +222,7 @@ class Admission:
     def _margin(self, seq: Tracked, match: Match, need: Counts, used: Counts) -> Counts | None:
         """Blocks that the request waits for besides those that it needs, while others run: most of its content is gone,
         and content of others would go for it. None if so many are free, or if it need not wait."""
-        pools, more = self._pools, MARGIN * need
-        if pools.shared:
-            slabs = float((more / pools.column(Col.PER_SLAB)).sum())
-            more = (more * min(1.0, len(pools.arrays.slabs) / MOST_MARGIN / max(1.0, slabs))).astype(np.int64)
-        else:
-            more = np.minimum(more, pools.usable // MOST_MARGIN)
+        pools, more = self._pools, self._room.margin(need)
         if pools.fits(used + need + more) or seq.has_begun or self._roster.younger(seq):
             return None
         if seq.looks >= MOST_LOOKS or all(pools.num_spare(g) >= n for g, n in enumerate(need)):

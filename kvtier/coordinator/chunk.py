@@ -22,8 +22,8 @@ from kvtier.pools.pool_state import Col, SlabCol
 from kvtier.pools.slab_loops import fits
 
 SHORT = 512
-"""Prompt tokens that a step may compute whatever they push out: fewer are too little work for all the weights, as GPUs
-of today do 200 to 300 operations in the time of a byte."""
+"""Prompt tokens that a step may compute whatever they push out. Fewer are too little work for all the weights: GPUs of
+today do 200 to 300 operations in the time of a byte."""
 
 LITTLE = 1 / 64
 """Share of an arena that windows may borrow whatever they push out."""

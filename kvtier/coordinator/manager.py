@@ -98,7 +98,7 @@ class CacheManager:
         """Gives the sequence its hit's blocks, and in every group a block for its next token. Starts its load, if any.
 
         A ``Shortage`` means that nothing has changed. It is empty while copies hold the needed blocks or bring the hit,
-        or while a store is asked for it: ask again when a copy has ended (``wait``, ``poll``). Raises ``StepError``
+        or while a store is asked for it. Ask again when a copy has ended (``wait``, ``poll``). Raises ``StepError``
         while a step is under way: blocks may be moved.
         """
         self._check_no_step("start")

@@ -35,6 +35,12 @@ Counts = npt.NDArray[np.int64]
 NO_LIMIT = 2**62
 """Tokens that no request reaches."""
 
+MARGIN = 3
+"""A request whose content was pushed out is admitted beside room for so many more of its size: content of others would
+be pushed out for it next."""
+MOST_MARGIN = 4
+"""That room is at most one in so many blocks."""
+
 _NO_BLOCKS = np.empty(0, np.int32)
 _DECODE = int(Phase.DECODE)
 
@@ -128,6 +134,15 @@ class Room:
         return Shortage(
             {group.name: (int(need[g]), int(have[g])) for g, group in enumerate(self.spec.groups) if need[g] > have[g]}
         )
+
+    def margin(self, need: Counts) -> Counts:
+        """Blocks to spare beside ``need`` for a request whose content was pushed out."""
+        pools, more = self.pools, MARGIN * need
+        if not pools.shared:
+            return np.minimum(more, pools.usable // MOST_MARGIN)
+        slabs = float((more / pools.column(Col.PER_SLAB)).sum())
+        share = min(1.0, len(pools.arrays.slabs) / MOST_MARGIN / max(1.0, slabs))
+        return (more * share).astype(np.int64)
 
     def choose_victims(self, candidates: Sequence[Tracked], want: Counts, match: Match | None = None) -> list[Tracked]:
         """The candidates, in order, whose preemption as a set makes room for ``want``; or none.

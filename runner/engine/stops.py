@@ -60,8 +60,10 @@ class StopStrings:
         return self._next[place].get(letter, START)
 
     def follow(self, place: int, piece: str, search: bool) -> tuple[int, int, str | None]:
-        """The place after ``piece``, or after the part of it that completes a stop string; the length of that part;
-        and the string, the longest if several end there. ``search`` False: none ends in this piece."""
+        """The place after ``piece``, or after its part up to the end of a stop string; the part's length; the string.
+
+        If several strings end there, it is the longest. ``search`` False: none ends in this piece.
+        """
         for read, letter in enumerate(piece, start=1):
             place = self._step(place, letter)
             if search and self._found[place] is not None:

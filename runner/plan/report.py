@@ -92,8 +92,8 @@ class Transient:
 class RemoteLength:
     """A hit of ``tokens`` tokens that is in the remote tier alone, and a text of them there.
 
-    ``fetch_*``: all objects that the hit needs, with trailers; the time includes the way from the host to the device,
-    and is None if ``why_not`` says why the hit cannot be fetched.
+    ``fetch_*``: all objects that the hit needs, with trailers. The time includes the way from the host to the device.
+    It is None if ``why_not`` says why the hit cannot be fetched.
     ``read_amplification``: these bytes over those of the blocks. ``text_*``: what is stored of a prompt, which is
     enough for two hits, on all of it and on the same prompt sent again. ``further_end_bytes``: what another end, such
     as that of the answer, stores again beside new tokens. ``texts``: how many the tier holds, none sharing anything.

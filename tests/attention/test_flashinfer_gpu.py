@@ -17,7 +17,7 @@ from kvtier.geometry.kv_scales import KVScales
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one"),
 ]
 KINDS = [FullAttention(), SlidingWindow(40), ChunkedLocal(64)]
 HOWS = [{}, {"softcap": 3.0}, {"sinks": torch.linspace(-2, 3, HEADS)}, {"scale": 1.0}]

@@ -22,7 +22,7 @@ from attention.test_flashinfer_fp8 import ROUNDING, scaled, scales_of
 from kvtier import GroupSpec, Step
 from kvtier.attention.flashinfer import FlashInfer
 
-pytest.importorskip("triton", reason="make test installs it")
+pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GROUPS = {

@@ -111,7 +111,7 @@ def test_the_main_job_runs_the_bundled_model_on_flashinfer() -> None:
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """FlashInfer's own builds, by ninja, of modules that need no nvcc: a function that makes one from its source."""
     if shutil.which("ninja") is None or shutil.which("c++") is None:
-        pytest.skip("no ninja or no C++ compiler here")
+        pytest.skip("no ninja or no C++ compiler here; apt install ninja-build g++")
     needs_flashinfer()
     env, core, cpp_ext = (importlib.import_module(f"flashinfer.jit.{name}") for name in ("env", "core", "cpp_ext"))
     cuda = tmp_path / "cuda"

@@ -180,7 +180,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(_parts, "_FLASH", None)
         monkeypatch.setattr(_decode, "takes", lambda *_: False)
     elif _parts._FLASH is None:
-        pytest.skip("this torch has no fused CPU kernel")
+        pytest.skip("this torch has no fused CPU kernel; `make test` installs one that has")
     return str(request.param)
 
 
@@ -340,7 +340,7 @@ def test_long_context(attention: Attention) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_cuda(attention: Attention, dtype: torch.dtype) -> None:
@@ -348,7 +348,7 @@ def test_on_cuda(attention: Attention, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 def test_float8_on_cuda(attention: Attention, dtype: torch.dtype) -> None:

@@ -110,7 +110,7 @@ def test_back_to_back(bench: Bench) -> None:
 
 
 def test_a_trace_with_a_picture_and_a_row_for_each_request(bench: Bench, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make test` installs it")
     trace, picture, result = tmp_path / "t.jsonl", tmp_path / "p.png", tmp_path / "new" / "r.json"
     trace.write_text("".join(json.dumps(row) + "\n" for row in TRACE))
     report = bench("--trace", str(trace), "--length-scale", "0.25", "--time-scale", "2", "--save-detailed",

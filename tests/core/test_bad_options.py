@@ -91,7 +91,7 @@ def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
     import torch
 
     if "cuda" in str(options.get("device", "")) and torch.cuda.is_available():
-        pytest.skip("this machine has the device")
+        pytest.skip("this machine has the device: run it on one without a GPU")
     with pytest.raises(error, match=named):
         KVCache(SPEC, **options)
 

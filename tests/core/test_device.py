@@ -34,7 +34,7 @@ def test_why_there_is_no_cuda(torch_cuda, driver, said):
     assert all(part in text for part in ("'cuda:7' is not there", *said))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: run it on a machine without one")
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
 def test_a_gpu_on_a_machine_without_one_is_refused_before_anything_is_built(device):
     with pytest.raises(DeviceUnavailable, match="is not there"):

@@ -26,7 +26,7 @@ from kvtier.cpu_offload.engines.cuda import link as cuda_link
 from kvtier.geometry.spec import GroupSpec
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: run it on a machine without one")
 def test_without_a_gpu_it_says_so_and_ends_with_status_2(capsys, tmp_path):
     assert command.main(["--json", str(tmp_path / "gpu.json")]) == 2
     assert "no GPU here: DeviceUnavailable: device 'cuda:0' is not there" in capsys.readouterr().err

@@ -19,6 +19,7 @@ import kvtier
 from core.cpu_offload.engines.cuda.rig import Rig
 from core.cpu_offload.engines.test_engines import Tiers
 from kvtier import FullAttention, KVCache
+from kvtier.cpu_offload import memory_guard
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import SubmissionThreads
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
@@ -174,6 +175,7 @@ def test_a_handler_that_raises_at_any_line_leaves_nothing_that_keeps_close_from_
 
 def test_a_handler_that_raises_at_any_line_of_close_keeps_no_memory(monkeypatch):
     monkeypatch.setenv("KVTIER_AUDIT", "0")  # its lines are not those of close
+    monkeypatch.setattr(memory_guard, "CLOSE_AGAIN_S", FOREVER_S)  # its 0.1 s may pass before a thread has its turn
     for at in each_line(200):
         cache, came = KVCache(SPEC, device_blocks={"full": 4}, host_blocks={"full": 4}), True
         with suppress(Stop):

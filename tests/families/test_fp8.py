@@ -201,12 +201,12 @@ def test_calibration_needs_prompts_and_numbers(family: Callable[[str], Family]) 
     subject = family("llama")
     with pytest.raises(ConfigError, match="needs a prompt"):
         calibrate(subject.model, [])
-    layer = subject.model.model.model.layers[2].self_attn.v_proj.weight
-    kept = layer[0, 0].item()
+    norm = subject.model.model.model.layers[2].input_layernorm.weight
+    kept = norm[0].item()
     try:
-        layer[0, 0] = torch.inf
+        norm[0] = torch.inf
         with pytest.raises(ConfigError, match="layer 2: K or V is not finite"):
             calibrate(subject.model, [[3, 4, 5]])
     finally:
-        layer[0, 0] = kept
+        norm[0] = kept
     assert subject.model.backend is reference, "what watched is gone, also after an error"

@@ -31,7 +31,12 @@ DEVICES = [
         "cuda:0",
         "flashinfer",
         id="cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one"
+            ),
+        ],
     ),
 ]
 TEXTS = [np.random.default_rng(i).integers(3, 140, n) for i, n in enumerate((90, 61, 33, 70))]

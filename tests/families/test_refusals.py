@@ -35,7 +35,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 def for_model(model_type: str, **fields: Any) -> Any:
     if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {model_type}")
+        pytest.skip(f"this transformers has no {model_type}: install another version of it")
     return AutoConfig.for_model(model_type, **fields)
 
 

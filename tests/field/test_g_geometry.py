@@ -267,7 +267,7 @@ def test_g6_ninfer_45_a_host_tier_of_ten_times_the_memory_is_refused_in_words(ma
     assert make_serving(FULL, 8).serve("without", prompt(0, 9), 2).finish_reason == "length"
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux only")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc/self/maps here: run it on Linux")
 def test_g7_vllm_51317_no_memory_outlives_the_process(make_serving):
     """Both tiers are private memory: nothing shared, nothing with a name, so that even a killed process leaves none."""
 
@@ -281,7 +281,7 @@ def test_g7_vllm_51317_no_memory_outlives_the_process(make_serving):
     assert shared() - before == set()
 
 
-@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="Linux only")
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="no /dev/shm here: run it on Linux")
 def test_g7_vllm_51317_a_killed_process_leaves_no_memory_and_no_name():
     """SIGKILL amid the life of a host tier of 64 MiB, then a restart: what shared memory had names has them still."""
 

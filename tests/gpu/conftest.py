@@ -15,4 +15,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: `make gpu` on a machine with one"))

@@ -141,7 +141,7 @@ def test_both_forms_of_the_batched_copy(make_rig, version):
     rig = make_rig(spec_of("float16"))
     address = inside.api(rig.runtime).entry_point(b"cuMemcpyBatchAsync", version)
     if address is None:
-        pytest.skip(f"this driver has no cuMemcpyBatchAsync of {version}")
+        pytest.skip(f"this driver has no cuMemcpyBatchAsync of {version}: install a newer one")
     inside.use_batch(rig.runtime, BatchCopy(address, version))
     rig.round_trip(rig.pairs())
 
@@ -206,13 +206,13 @@ def test_a_batch_that_the_driver_refuses_fails_alone(make_rig, monkeypatch):
     """
     rig = make_rig(spec_of("float16"))
     if rig.runtime.abi is None:
-        pytest.skip("this driver has no batched copy")
+        pytest.skip("this driver has no batched copy: install one of CUDA 12.8 or newer")
     pairs = rig.pairs(0.1)
     with monkeypatch.context() as patch:
         patch.setitem(cuda_module.ORDER, STORE, 0)
         [refusal] = rig.move(STORE, pairs)
     if not refusal:
-        pytest.skip("this driver copies whatever the source order is: there is no refusal to see")
+        pytest.skip("nothing is missing: this driver copies whatever the source order is, and refuses nothing")
     assert "CUDA error 1" in refusal
     rig.round_trip(pairs)
 

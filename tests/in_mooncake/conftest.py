@@ -19,7 +19,7 @@ if not is_alone():
 try:
     import_library()
 except ConfigError as reason:
-    pytest.skip(str(reason), allow_module_level=True)
+    pytest.skip(f"{reason}; `make test-store` installs it", allow_module_level=True)
 
 Clients = Callable[..., Client]
 

@@ -209,7 +209,7 @@ def another_link() -> Iterator[None]:
     """An address that is no loopback's: with a metadata server, storage processes want one."""
     make = "link add v0 type veth peer name v1\naddr add 10.9.9.1/24 dev v0\nlink set v0 up\nlink set v1 up\n"
     if shutil.which("ip") is None or subprocess.run(["ip", "-b", "-"], input=make, text=True, check=False).returncode:
-        pytest.skip("no link can be made: apt install iproute2")
+        pytest.skip("no link can be made; apt install iproute2, and run it by `make test-store`")
     yield
     subprocess.run(["ip", "link", "del", "v0"], check=True)
 

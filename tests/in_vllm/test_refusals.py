@@ -51,7 +51,7 @@ def test_latents_on_this_kind_of_cpu(model: Callable[[str], Path]) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
-        pytest.skip("a CPU with AMX: vLLM leaves prefix caching on")
+        pytest.skip("vLLM leaves prefix caching on with AMX: run it on a CPU without AMX")
     with pytest.raises(UnsupportedModel, match=r"(?s)vLLM has turned prefix caching off.*MLA"):
         Engine(model("deepseek"), 72).close()
 

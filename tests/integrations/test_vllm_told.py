@@ -58,7 +58,7 @@ class Metric:
         self.value[self.at] = value
 
 
-@pytest.mark.skipif(HAS_VLLM, reason="vLLM's own base class takes prometheus_client's types")
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed, whose base class takes other types: run it by `make test`")
 def test_prometheus_counts_what_is_told():
     engine = pushed_out()
     types = {"counter": Metric, "gauge": Metric}

@@ -40,7 +40,7 @@ def host(words: np.ndarray) -> np.ndarray:
 
 
 def kernel(addresses: np.ndarray, block_bytes: int) -> np.ndarray:
-    pytest.importorskip("triton", reason="make test installs it")
+    pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
     from kvtier.attention.kernels.triton_checksum import launch
 
     return launch(torch.from_numpy(addresses).to(DEVICE), block_bytes).cpu().numpy().view(np.uint64)
@@ -48,7 +48,7 @@ def kernel(addresses: np.ndarray, block_bytes: int) -> np.ndarray:
 
 def twin(addresses: np.ndarray, block_bytes: int) -> np.ndarray:
     if DEVICE != "cpu":
-        pytest.skip("the twin reads what the CPU can address")
+        pytest.skip("the twin reads what the CPU can address: run it without a GPU")
     return checksum_blocks_numpy(addresses, block_bytes)
 
 

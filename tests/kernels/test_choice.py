@@ -49,5 +49,5 @@ def test_on_a_cpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_kernel_that_is_tried_runs() -> None:
     """On a GPU if there is one, else in Triton's interpreter."""
-    pytest.importorskip("triton", reason="make test installs it")
+    pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
     choice.try_kernel(torch.device(DEVICE))

@@ -16,7 +16,7 @@ import pytest
 
 import kvtier
 
-pytest.importorskip("triton", reason="make test installs it")
+pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
 
 LOADS = r"\bld\.global[\w.:]*\.(v4\.b32|v2\.b64)\b"
 STORES = r"\bst\.global[\w.:]*\.(v4\.b32|v2\.b64)\b"

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("triton", reason="make test installs it")
+pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from runner.model.fused import experts, norms, rope, table, triton_experts, triton_rope
+from runner.model.fused import experts, linears, norms, rope, table, triton_experts, triton_rope
 from runner.model.fused.triton_experts import Act
 
 CPU = torch.device("cpu")
-NOTHING = {"experts": 0, "rope": 0, "norms": 0}
+NOTHING = {"experts": 0, "rope": 0, "norms": 0, "linears": 0}
 SMALL: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -71,6 +71,15 @@ def test_experts_of_a_prompt_are_cut_into_larger_tiles(monkeypatch: pytest.Monke
     assert forward is not None
     x = step(100, 2)
     torch.testing.assert_close(forward(*x), module(*x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_trial_tries_both_cuts_however_many_experts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    inner = triton_experts._cut
+    monkeypatch.setattr(triton_experts, "_cut", lambda tiles, *rest: tried.append(tiles.rows) or inner(tiles, *rest))
+    module = mixtral(40)
+    assert experts.differs(module, experts.fused(module)) == ""
+    assert set(tried) == {cut.rows for cuts in triton_experts.HOPPER for cut in cuts}
 
 
 def test_experts_that_no_token_goes_to_are_passed_over() -> None:
@@ -127,7 +136,8 @@ def test_a_model_keeps_its_logits(everywhere: None, monkeypatch: pytest.MonkeyPa
         inner = kernels.launch
         note = functools.partial(launched.append, kernels.__name__.rpartition(".")[2])
         monkeypatch.setattr(kernels, "launch", lambda *given, inner=inner, note=note: note() or inner(*given))
-    assert table.fuse(model, CPU) == {"experts": 2, "rope": 2, "norms": 5}
+    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    assert table.fuse(model, CPU) == {"experts": 2, "rope": 2, "norms": 5, "linears": 0}
     launched.clear()
     torch.testing.assert_close(model(ids).logits, own, rtol=1e-4, atol=1e-4)
     assert launched == ["triton_rope", "triton_experts"] * 2
@@ -139,6 +149,7 @@ def test_no_bit_of_a_norm_changes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
         if norms.is_one(module):
             module.weight.normal_()
     own = model(ids).logits
+    monkeypatch.setattr(linears, "is_faster", lambda: False)
     assert table.fuse(model, CPU)["norms"] == 13  # four and two a layer, one at the end
     called: list[tuple[int, ...]] = []
     inner = nn.functional.rms_norm
@@ -228,3 +239,75 @@ def test_layers_with_more_than_experts_in_them_are_not_candidates() -> None:
         setattr(other, name, value)
         assert not experts.is_one(other), name
     assert not experts.is_one(nn.Linear(2, 2))
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine on which oneDNN is faster."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
+    monkeypatch.setattr(linears, "is_faster", lambda: True)
+
+
+@pytest.mark.parametrize("inner", [64, 640, 2048])
+def test_a_row_has_the_same_bits_alone_and_among_others(faster: None, inner: int) -> None:
+    layer = nn.Linear(inner, 96).requires_grad_(False)
+    forward, x = linears.fused(layer), torch.randn(1, 300, inner)
+    assert linears.differs(layer, forward) == ""
+    whole = forward(x)
+    for first, rows in ((0, 1), (5, 1), (299, 1), (7, 2), (50, 3), (100, 64), (0, 200)):
+        assert torch.equal(forward(x[:, first : first + rows]), whole[:, first : first + rows]), (first, rows)
+
+
+def test_rows_of_any_shape_are_taken(faster: None) -> None:
+    layer = nn.Linear(8, 5).requires_grad_(False)
+    forward = linears.fused(layer)
+    for shape in ((8,), (1, 8), (1, 1, 8), (0, 8), (1, 0, 8), (2, 3, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(forward(x), layer(x))
+
+
+def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster: None) -> None:
+    ids = torch.arange(20)[None]
+    for tied, gone in ((True, 0), (False, 1)):
+        config = Gemma3TextConfig(**SMALL, **HEADS, intermediate_size=40, tie_word_embeddings=tied)
+        model = model_of(config)
+        own, shape = model(ids).logits, model.lm_head.weight.shape
+        assert table.fuse(model, CPU)["linears"] == 15  # seven a layer and the head
+        torch.testing.assert_close(model(ids).logits, own, rtol=1e-5, atol=1e-5)
+        assert model.model.embed_tokens.weight.isfinite().all()
+        assert bool(model.lm_head.weight.isnan().all()) is bool(gone)
+        assert model.lm_head.weight.shape == shape, "others ask for shapes and count parameters"
+        layer = model.model.layers[0].mlp.up_proj.weight
+        assert layer.untyped_storage().nbytes() == 4
+
+
+def test_products_stay_torch_s_if_packed_ones_are_not_faster_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    assert not linears.is_one(layer)
+    monkeypatch.undo()
+    monkeypatch.setattr(linears, "_pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
+    assert not linears.is_faster.__wrapped__()
+    monkeypatch.undo()
+    seconds = iter([1.0, 1.0])
+    monkeypatch.setattr(linears, "_least_s", lambda work: next(seconds))
+    assert not linears.is_faster.__wrapped__(), "a tenth less is asked for"
+
+
+def test_products_that_are_wrong_are_not_taken(faster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, inner = nn.Linear(8, 8).requires_grad_(False), linears._product
+    monkeypatch.setattr(linears, "_product", lambda *given: inner(*given) * 1.0001)
+    before = layer.weight.clone()
+    assert table.fuse(nn.Sequential(layer), CPU) == NOTHING
+    assert torch.equal(layer.weight, before)
+    assert "forward" not in vars(layer)
+
+
+def test_half_types_and_other_classes_keep_their_products(faster: None) -> None:
+    class Other(nn.Linear):
+        pass
+
+    assert linears.is_one(nn.Linear(8, 8))
+    assert not linears.is_one(nn.Linear(8, 8).to(torch.bfloat16))
+    assert not linears.is_one(Other(8, 8))

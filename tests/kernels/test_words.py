@@ -7,7 +7,7 @@ import torch
 
 from kvtier.attention.kernels import words
 
-pytest.importorskip("triton", reason="make test installs it")
+pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
 SIZES = [1, 5, 1024, 1025, 5000]
 
 
@@ -33,7 +33,7 @@ def test_on_a_cpu_they_are_copied() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_on_a_gpu_they_come_whole_while_their_memory_is_used_again(dtype: torch.dtype) -> None:
     """The host writes the next array while the device is behind: torch must not give it the same pinned memory."""

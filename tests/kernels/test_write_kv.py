@@ -18,7 +18,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, E4M3]
 
 
 def kernel(*args: object) -> None:
-    pytest.importorskip("triton", reason="make test installs it")
+    pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
     from kvtier.attention.kernels.triton_write_kv import launch
 
     with np.errstate(over="ignore"):  # the interpreter divides in NumPy
@@ -147,7 +147,7 @@ def test_a_batch_of_padding_writes_nothing(write) -> None:
 
 def test_offsets_of_two_gibibytes_and_more_do_not_wrap() -> None:
     """Strides beyond int32, on memory that nobody touches elsewhere."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
     step = 2**31 + 16
     memory = torch.empty(2 * step + 64, dtype=torch.uint8, device=DEVICE)
     k = memory.as_strided((3, 1, 1, 16), (step, 16, 16, 1)).view(E4M3)
@@ -162,7 +162,7 @@ def test_offsets_of_two_gibibytes_and_more_do_not_wrap() -> None:
 # --- the public function --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="slots on a device are not read back")
+@pytest.mark.skipif(DEVICE != "cpu", reason="slots on a device are not read back: run it without a GPU")
 def test_audited_slots_outside_the_usable_blocks_are_refused_before_a_byte_is_written() -> None:
     layer = Layer(torch.float32, 3, 4, 1, (8, 8))
     new = torch.ones(2, 1, 8, device=DEVICE)

@@ -196,7 +196,7 @@ def test_numbers_are_written_with_three_digits() -> None:
 
 
 def test_the_picture_is_a_png(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make test` installs it")
     target = tmp_path / "out.png"
     assert main(["plan", str(folder), *MEMORY, "--plot", str(target)]) == 0
     data = target.read_bytes()
@@ -208,7 +208,7 @@ def test_the_picture_is_a_png(folder: Path, tmp_path: Path, capsys: pytest.Captu
 def test_a_picture_that_cannot_be_written(
     folder: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make test` installs it")
     refused(capsys, [str(folder), *MEMORY, "--plot", str(tmp_path / name)], "cannot be written")
 
 

@@ -172,7 +172,7 @@ def test_without_a_store_nothing_is_said_of_one(folder: Path, capsys: pytest.Cap
 
 
 def test_the_picture_shows_the_times_too(folder: Path, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed; `make test` installs it")
     widths = []
     for arguments in ([], STORE):
         target = tmp_path / f"{len(arguments)}.png"

@@ -36,7 +36,7 @@ def test_the_points_cover_what_was_asked_for() -> None:
 
 
 def test_the_figure(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make test` installs it")
     point = next(sweeps.points(sweeps.SWEEPS[-1], quick=True))
     row = sweeps.measure(point, 2)
     assert (row["sweep"], row["value"], row["shape"]) == ("groups", 1, "X")

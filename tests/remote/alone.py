@@ -28,9 +28,10 @@ def is_alone() -> bool:
 def refusal() -> str:
     """Why no such network can be made here; "" if it can."""
     if shutil.which("unshare") is None:
-        return "there is no unshare (util-linux)"
+        return "there is no unshare; apt install util-linux"
     tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False)
-    return "" if tried.returncode == 0 else f"no network namespace can be made: {tried.stderr.strip()}"
+    said = tried.stderr.strip()
+    return "" if tried.returncode == 0 else f"no network namespace can be made ({said}): turn user namespaces on"
 
 
 def raise_loopback() -> None:

@@ -102,7 +102,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
     if os.geteuid() or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk, and not in every container")
+        pytest.skip("no small disk can be mounted: run it as root, in a container with `--cap-add SYS_ADMIN`")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 

@@ -77,7 +77,7 @@ def test_a_full_disk_refuses_and_a_read_only_one_too(opens: Opens, small_disk: P
 
 def test_a_directory_without_permission_refuses(driver: Driver, folder: Path) -> None:
     if not os.geteuid():
-        pytest.skip("root may write anywhere")
+        pytest.skip("root may write anywhere: run it as another user")
     folder.chmod(0o500)
     answer = driver.call("put", [name(1)], [driver.filled(1, 4096)])
     folder.chmod(0o700)

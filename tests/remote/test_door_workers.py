@@ -34,7 +34,7 @@ def small_objects(monkeypatch):
 
 
 def test_two_tiers_share_a_directory(tmp_path, monkeypatch):
-    pytest.importorskip("obstore")
+    pytest.importorskip("obstore", reason="obstore is not installed; `make test` installs it")
     be_patient_with_backends(monkeypatch)
     memory = [np.zeros(64 * 64, np.uint8) for _ in range(2)]
     group = OutsideGroup("full", FullAttention(), 4, 64, (Fragment(0, 64, 64),))

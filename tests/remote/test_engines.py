@@ -198,7 +198,7 @@ def test_a_disk_fills_up_becomes_read_only_and_is_emptied(opens: Open, small_dis
 
 def test_a_directory_without_permission_refuses(opens: Open, folder: Path) -> None:
     if not os.geteuid():
-        pytest.skip("root may write anywhere: the test with the small disk remounts it")
+        pytest.skip("root may write anywhere: run it as another user; the test with the small disk remounts it")
     engine = opens()
     from_remote(engine, 0)
     for path in (folder, *folder.rglob("*")):

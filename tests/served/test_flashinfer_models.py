@@ -56,7 +56,7 @@ def uneven(model: HybridModel) -> dict[int, dict[str, list[float]]]:
 @pytest.fixture
 def written_by_triton(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """New tokens are written by the kernel, in Triton's interpreter; a captured launch is one operation."""
-    pytest.importorskip("triton", reason="make test installs it")
+    pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
     from kvtier.attention.kernels import triton_write_kv
 
     launch, launches = triton_write_kv.launch, []

@@ -397,7 +397,7 @@ def test_what_flashinfer_says_is_not_blamed_on_the_family(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4"])
 def test_replayed_graphs_give_the_eager_logits(name: str, make_cache: Any, tmp_path: Path) -> None:
     folder = zoo.build(name, tmp_path, **SHAPES.get(name, {"head_dim": 64}))
@@ -430,7 +430,7 @@ def replayed_like_eager(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 def test_graphs_whose_keys_are_never_split_read_no_index_that_nobody_wrote(
     name: str, make_cache: Any, tmp_path: Path
@@ -457,7 +457,7 @@ def leave_dirt(device: str, each: int = 16) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 def test_a_model_that_waits_for_the_device_is_served_eagerly(make_cache: Any, tmp_path: Path) -> None:
     """And later work is queued where it was before."""
     folder = zoo.build("gemma3", tmp_path, head_dim=64)
@@ -478,7 +478,7 @@ def test_a_model_that_waits_for_the_device_is_served_eagerly(make_cache: Any, tm
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 def test_what_a_failed_launch_has_left_does_not_fail_the_reference(tmp_path: Path) -> None:
     folder = zoo.build("gemma3", tmp_path, head_dim=64)
     model = HybridModel.load(folder, "cuda:0", "bfloat16", attention="reference")

@@ -23,7 +23,9 @@ SERVES = "document.getElementById('status').dataset.state === 'serving'"
 TEXT = "document.getElementById({!r}).textContent"
 PHONE, DESK = (390, 844), (1280, 900)
 
-pytestmark = pytest.mark.skipif(browser.find() is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
+pytestmark = pytest.mark.skipif(
+    browser.find() is None, reason=f"none of {', '.join(browser.NAMES)} is installed; apt install chromium"
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Integer arrays of a step, between pinned memory and a GPU, past the link's copy engines.
 
-A copy between host and device waits for a copy engine, and so behind the loads or stores that keep it busy: 20 ms at a
-time on an H200, whatever the streams' priorities. The driver sends small arrays to the device along with its commands.
+A copy between host and device waits for a copy engine, and so behind the loads or stores on it. On an H200 that was 20
+ms at a time, whatever the streams' priorities. The driver sends small arrays to the device along with its commands.
 Larger arrays, and all arrays to the host, are moved by a kernel that addresses pinned memory (docs/GPU.md).
 """
 

@@ -9,8 +9,8 @@ Promises   a block is claimed if a hit can end at it or at a block that follows 
 Does not   tell when: ``take`` says what has changed since it was called last.
 
 A router knows full attention alone. Where windows lie is folded into this one claim: what they rule out is not told.
-A block is claimed in one medium. That is the device's as long as the block and all before it are there, the host's as
-long as all of them are in either tier, and else the remote's.
+A block is claimed in one medium. It is the device's as long as the block and all before it are there. It is the host's
+as long as all of them are in either tier. Else it is the remote's.
 """
 
 from __future__ import annotations

@@ -97,8 +97,10 @@ class SchedulerSide:
     # --- a request arrives ------------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``computed`` that a load would bring, and whether there are any; None while stores still write
-        some of them, or while the remote tier may bring more."""
+        """Tokens beyond ``computed`` that a load would bring, and whether there are any.
+
+        The number is None while stores still write some of them, or while the remote tier may bring more.
+        """
         if self._left:
             self._disown_wrong()
         follow = self._follow(request)

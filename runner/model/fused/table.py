@@ -1,13 +1,14 @@
 """Gives modules their fused forward: a trial for each kind of module judges, on the device that will run it.
 
 Owns       which module gets which forward, and why one does not.
-Promises   a module whose fused forward gives other numbers, or none, keeps its own. On a CPU no bit changes.
-Does not   touch weights, or modules of kinds that it does not know.
+Promises   a module whose fused forward gives other numbers, or none, keeps its own.
+Does not   change weights, or modules of kinds that it does not know.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from kvtier.attention.kernels.choice import runs_kernel
 from kvtier.machine.device import forget_last_error
-from runner.model.fused import experts, norms, rope
+from runner.model.fused import experts, linears, norms, rope
 
 _log = logging.getLogger("kvtier.fused")
 
@@ -26,7 +27,8 @@ Maker = Callable[[Any], Callable[..., Tensor]]
 
 def fuse(model: nn.Module, device: torch.device) -> dict[str, int]:
     """Fuses what can be fused; returns how many modules of each sort were."""
-    counts = {"experts": 0, "rope": 0, "norms": 0}
+    counts = {"experts": 0, "rope": 0, "norms": 0, "linears": 0}
+    users = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
     trials: dict[tuple[object, ...], Maker | None] = {}
     for sort, module in _candidates(model, device):
         of_kind = sort.kind(module)
@@ -35,6 +37,8 @@ def fuse(model: nn.Module, device: torch.device) -> dict[str, int]:
         if (make := trials[of_kind]) is not None:
             module.forward = make(module)
             counts[sort.__name__.rpartition(".")[2]] += 1
+            if sort is linears and users[module.weight.data_ptr()] == 1:
+                linears.let_go(module)
     return counts
 
 
@@ -47,6 +51,8 @@ def _candidates(model: nn.Module, device: torch.device) -> Iterator[tuple[Any, A
             yield rope, module
         elif norms.is_one(module):
             yield norms, module
+        elif linears.is_one(module):
+            yield linears, module
 
 
 def _tried(sort: Any, module: Any, device: torch.device) -> Maker | None:

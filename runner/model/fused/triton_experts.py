@@ -106,30 +106,10 @@ def _activated(gate, up, limit, alpha, ACT: tl.constexpr):
 
 @triton.jit
 def _up(
-    x,
-    weight,
-    bias,
-    out,
-    order,
-    starts,
-    experts,
-    inner,
-    columns,
-    limit,
-    alpha,
-    x_row,
-    w_expert,
-    w_inner,
-    w_column,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ACT: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    x, weight, bias, out, order, starts, experts, inner, columns, limit, alpha, x_row, w_expert, w_inner, w_column,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
+    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """Gate and up of a tile, activated: out [pairs, columns] in the experts' order. ``columns``: of one of them."""
     expert, first, end = _tile(starts, tl.program_id(1), experts, ROWS, EXPERTS)
     if expert < experts:

@@ -46,8 +46,8 @@ class GrammarCompiler:
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """The grammar of ``outputs``; at once if it was compiled lately, whatever is being compiled.
 
-        Raises ``InvalidRequest`` if it is no grammar, or costs too much, or the model cannot be held to one;
-        ``MissingPackage`` without xgrammar; ``GrammarFailed`` if no process can be started for it.
+        Raises ``InvalidRequest`` if it is no grammar, or costs too much, or the model cannot be held to one. Raises
+        ``MissingPackage`` without xgrammar, and ``GrammarFailed`` if no process can be started for it.
         """
         future = self.begin(outputs)
         try:

@@ -1,7 +1,7 @@
 """A process with one engine: ``python -m runner.verify.vllm.child ORDER REPORT``.
 
-ORDER is a JSON file, REPORT gets a JSON object a line as things happen: {"plan": ..}, {"facts": ..}, {"begins": NAME},
-{"happened": ..}, and {"refused": MESSAGE} if the engine cannot run. See ``Order``.
+ORDER is a JSON file (``Order``). REPORT gets a JSON object a line as things happen: {"plan": ..}, {"facts": ..},
+{"begins": NAME}, {"happened": ..}. If the engine cannot run, it gets {"refused": MESSAGE}.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kvtier import (
     FullAttention,
     SlidingWindow,
 )
-from kvtier.coordinator import admission
+from kvtier.coordinator import room
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.tracked import State
 
@@ -176,7 +176,7 @@ def test_one_that_could_not_give_way_does_once_it_has_run_although_nothing_has_b
 def test_a_row_that_sat_a_step_out_and_was_given_up_serves_another_in_that_step(make_serving, monkeypatch):
     """B lacks a block and sits out; then A's block turns out to be held up by a store that hangs, so B gives way, and
     W, whose prefix another store was to bring into the host tier, begins in B's row."""
-    monkeypatch.setattr(admission, "MARGIN", 0)
+    monkeypatch.setattr(room, "MARGIN", 0)
     serving = make_serving(FULL, 7, 64, hold=[], deadline_s=5.0, scheduler={"max_running": 4})
     serving.add("A", prompt(0, 6), 8, priority=0)
     serving.add("B", prompt(1, 14), 8, priority=2)

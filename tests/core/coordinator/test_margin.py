@@ -7,7 +7,7 @@ import pytest
 
 from core.driving import prompt, scheduled
 from kvtier import FullAttention, SlidingWindow
-from kvtier.coordinator import admission
+from kvtier.coordinator import room
 from kvtier.testing import canary_spec
 
 FULL = canary_spec({"full": (FullAttention(), 4)})
@@ -59,7 +59,7 @@ def test_more_conversations_than_fit_find_more(make_serving, monkeypatch):
     """All of them are open all the time: each goes on as soon as its answer has ended."""
 
     def found(margin: int) -> int:
-        monkeypatch.setattr(admission, "MARGIN", margin)
+        monkeypatch.setattr(room, "MARGIN", margin)
         serving = make_serving(BOTH, {"full": 110, "near": 40}, scheduler={"max_running": 10, "audit_every": 100})
         texts, turn, tokens = [prompt(k, 36) for k in range(10)], dict.fromkeys(range(10), 0), 0
         for k in range(10):
@@ -76,4 +76,4 @@ def test_more_conversations_than_fit_find_more(make_serving, monkeypatch):
         assert np.all(np.array([*turn.values()]) == 6)
         return tokens
 
-    assert found(admission.MARGIN) > 1.3 * found(0)
+    assert found(room.MARGIN) > 1.3 * found(0)

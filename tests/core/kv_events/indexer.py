@@ -47,9 +47,9 @@ RELAY = """if True:
 def why_not() -> str | None:
     """Why it cannot run here; None if it can."""
     if not PYTHON.exists():
-        return "dynamo.indexer is not installed (make routers)"
+        return "dynamo.indexer is not installed; `make routers` does that"
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
-        return "no network namespace can be made here, and dynamo.indexer listens on all addresses"
+        return "dynamo.indexer listens on all addresses and no network namespace can be made: turn user namespaces on"
     return None
 
 

@@ -337,5 +337,6 @@ MUTATIONS = (
             "self._margin(seq, match, need, used) if self._roster.running else None",
             "self._margin(seq, match, need, used)",
         ),
+        hangs=True,
     ),
 )

@@ -217,7 +217,7 @@ def test_the_calls_have_as_many_arguments_as_cupys():
     try:
         runtime = cupy_runtime()
     except DeviceUnavailable:
-        pytest.skip("CuPy is not installed")
+        pytest.skip("CuPy is not installed; pip install cupy-cuda13x")
     for name, count in Runtime.ARGUMENTS.items():
         parameters = re.match(rf"{name}\((.*?)\)", getattr(runtime, name).__doc__)[1]
         needed = [p for p in parameters.split(",") if p.strip() and "=" not in p]

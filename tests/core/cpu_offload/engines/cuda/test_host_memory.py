@@ -208,9 +208,9 @@ def test_free_memory_of_a_node(tmp_path):
 def test_pages_are_bound_to_a_node_that_is_there_and_a_refusal_is_said():
     memory = HostMemory(4 * PAGE, Pins().api)
     if not Path("/sys/devices/system/node/node0").exists():
-        pytest.skip("this system has no NUMA nodes")
+        pytest.skip("/sys/devices/system/node is missing: run it on Linux with NUMA")
     if why := numa.bind(memory.address, 4 * PAGE, 0):
-        pytest.skip(f"this system forbids mbind ({why})")
+        pytest.skip(f"this system forbids mbind ({why}): run it outside a container, or with `--cap-add SYS_NICE`")
     maps = Path("/proc/self/numa_maps")
     if maps.exists():
         assert any("bind:0" in line for line in maps.read_text().splitlines() if f"{memory.address:x}" in line)

@@ -1,0 +1,111 @@
+"""Linear layers of a CPU as oneDNN's products of packed weights.
+
+torch gives float32 products to MKL, which leaves AVX-512 unused on AMD. oneDNN, in the same torch, uses it. Which of
+them is faster here is tried once.
+
+The packed weight takes the place of the dense one. A dense weight that others use too (a head tied to the embedding)
+stays beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_TOLERANCE = 1e-5
+"""Of the difference's RMS, relative: sums of other orders."""
+_ROWS = 1, 3, 17
+"""Of the trial."""
+_PACKED_FOR = 64
+"""Rows that oneDNN chooses the layout for."""
+_FASTER = 0.9
+"""Of MKL's time: from there on a packed copy is worth its while."""
+_TRIED = 32, 640, 2048
+"""Rows, columns and inner size of the trial of speed."""
+_REPEATS = 7
+
+
+def is_one(module: nn.Module) -> bool:
+    """Whether it is a plain float32 linear layer on a CPU on which oneDNN is faster."""
+    if type(module) is not nn.Linear:
+        return False
+    weight = module.weight
+    return weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.numel() > 0 and is_faster()
+
+
+def kind(module: nn.Linear) -> tuple[object, ...]:
+    """What one trial speaks for."""
+    return "linear", module.weight.shape, module.bias is None
+
+
+def fused(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """A forward for ``module`` with a packed copy of its weight. The module keeps its own (see ``let_go``)."""
+    packed = _pack(module.weight)
+    bias = module.bias
+
+    def forward(input: Tensor) -> Tensor:
+        if input.numel() != input.shape[-1]:
+            return _product(input, packed, bias)
+        # One row alone is summed in another order if the inner size is large; as one of two it has the bits of a batch.
+        return _product(input.reshape(1, -1).expand(2, -1).contiguous(), packed, bias)[0].reshape(*input.shape[:-1], -1)
+
+    return forward
+
+
+WAYS = (fused,)
+
+
+@torch.no_grad()
+def differs(module: nn.Linear, forward: Callable[[Tensor], Tensor]) -> str:
+    """How ``forward`` differs from torch's product on random rows; "" if it does not beyond rounding."""
+    generator = torch.Generator().manual_seed(0)
+    for rows in _ROWS:
+        x = torch.randn(1, rows, module.in_features, generator=generator)
+        own, ours = nn.Linear.forward(module, x), forward(x)
+        found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
+        if ours.shape != own.shape or not found <= _TOLERANCE:
+            return f"differs by {found:.2g} on {rows} rows"
+    return ""
+
+
+@cache
+def is_faster() -> bool:
+    """Whether oneDNN's product takes less time here than torch's own, for which both are tried once."""
+    rows, inner, columns = _TRIED
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
+    try:
+        packed = _pack(weight)
+        return _least_s(lambda: _product(x, packed, None)) < _FASTER * _least_s(lambda: F.linear(x, weight))
+    except (AttributeError, RuntimeError):  # a torch without oneDNN, or without these private operations
+        return False
+
+
+def let_go(module: nn.Linear) -> None:
+    """Gives the dense weight back, which nobody uses any more: what is left has its shape and takes no memory."""
+    module.weight.data = torch.full((1,), float("nan")).expand(module.weight.shape)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    operations: Any = torch.ops.mkldnn
+    return operations._reorder_linear_weight(weight.detach(), _PACKED_FOR)
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    operations: Any = torch.ops.mkldnn
+    return operations._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    """CPU seconds of the shortest of some runs."""
+    least = float("inf")
+    for _ in range(_REPEATS):
+        begun = time.thread_time()
+        work()
+        least = min(least, time.thread_time() - begun)
+    return least

@@ -1,0 +1,36 @@
+"""Modules that run as fewer kernels."""
+
+from __future__ import annotations
+
+from ..mutation import mutation
+
+MUTATIONS = (
+    mutation(
+        "fused_trial_sees_nothing",
+        "",
+        "kernels that give other numbers serve the model",
+        "kernels/fused",
+        ("fused.experts.differs", "found <= _TOLERANCE[up.dtype]", "found <= 1e9"),
+    ),
+    mutation(
+        "a_row_alone_is_summed_otherwise",
+        "",
+        "an answer depends on whether others run beside it",
+        "kernels/fused",
+        ("fused.linears.fused", "input.numel() != input.shape[-1]", "input.numel() != 0"),
+    ),
+    mutation(
+        "a_tied_weight_is_let_go",
+        "",
+        "the embedding of a model with a tied head is gone",
+        "kernels/fused",
+        ("fused.table.fuse", "users[module.weight.data_ptr()] == 1", "users[module.weight.data_ptr()] >= 1"),
+    ),
+    mutation(
+        "an_expert_s_last_rows_are_left_out",
+        "",
+        "tokens beyond an expert's first tile get what lay in memory",
+        "kernels/fused",
+        ("_cut", "min(pairs, pairs // tiles.rows + experts)", "min(pairs, experts)"),
+    ),
+)
