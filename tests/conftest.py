@@ -41,9 +41,9 @@ CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 
 Factory = Callable[..., Any]
 
-AUDITED_WHOLLY = 24
-AUDITED_THEN = 4
-"""Of a cache's schedules, commits and cancels: the first ones, and each fourth one after them. Between them
+AUDITED_WHOLLY = 8
+AUDITED_THEN = 16
+"""Of a cache's schedules, commits and cancels: the first ones, and each sixteenth one after them. Between them
 ``make test`` checks the counters alone, ``make test-all`` everything."""
 
 LEFT_OUT = pytest.StashKey[int]()
