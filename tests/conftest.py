@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import shuffle
-from breadth import LANE
+from breadth import AUDITED_THEN, AUDITED_WHOLLY, LANE
 from core.driving import HeldEngine, Serving
 from core.loops import compiled_again
 from hypothesis import HealthCheck, settings
@@ -40,11 +40,6 @@ WINDOW = {"win": (SlidingWindow(6), 4)}
 CHUNK = {"chunk": (ChunkedLocal(8), 4)}
 
 Factory = Callable[..., Any]
-
-AUDITED_WHOLLY = 4
-AUDITED_THEN = 16
-"""Of a cache's schedules, commits and cancels: the first ones, and each sixteenth one after them. Between them
-``make test`` checks the counters alone, ``make test-all`` everything."""
 
 SOUND = weakref.WeakSet[KVCache]()
 """Caches that `make_cache` has audited and closes now: there is no need to do it twice."""

@@ -140,7 +140,7 @@ def test_random_engines_never_read_what_was_not_written(seed, faults):
     engine = Outside(seed, faults, host_memory=rnd.choice([3_000, 6_000, 20_000]), deadline_s=8.0)
     texts = [[rnd.randrange(1000) for _ in range(rnd.randrange(6, 40))] for _ in range(4)]
     running = []
-    for step in range(sized(250, 1000)):
+    for step in range(sized(150, 1000)):
         lost = step % 50 == 49
         if lost:
             engine.engines[0].end_lost()

@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=sized(6, 60),
+    max_examples=sized(4, 60),
     stateful_step_count=sized(40, 50),
     deadline=None,
     suppress_health_check=list(HealthCheck),
