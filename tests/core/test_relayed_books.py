@@ -123,7 +123,7 @@ def test_random_engines_with_two_workers_never_read_what_was_not_written(seed, f
     engine = Relayed(seed, faults, host_memory=rnd.choice([3_000, 6_000, 20_000]), deadline_s=8.0)
     texts = [[rnd.randrange(1000) for _ in range(rnd.randrange(6, 40))] for _ in range(4)]
     running: list[Sequence] = []
-    for step in range(sized(200, 1000)):
+    for step in range(sized(120, 1000)):
         if step % 50 == 49:
             for one in engine.engines:
                 one.end_lost()

@@ -113,7 +113,8 @@ def found(monkeypatch, owner, name, replacement, wanted: set[str], seeds: int = 
 
 @pytest.mark.parametrize("lag_s", sample([0.0, 4.0], [0.0]))
 def test_c1_store_waits_for_the_writing_forward(monkeypatch, lag_s):
-    assert "edge 1" in found(monkeypatch, StreamsEngine, "_give", without_wait(Direction.STORE), {"edge 1"}, lag_s=lag_s)
+    edges = found(monkeypatch, StreamsEngine, "_give", without_wait(Direction.STORE), {"edge 1"}, lag_s=lag_s)
+    assert "edge 1" in edges
 
 
 @pytest.mark.parametrize("waits", [True, False])

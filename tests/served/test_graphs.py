@@ -220,7 +220,10 @@ def failing(
 
 @pytest.mark.parametrize(
     ("fails", "captured"),
-    [({0}, [1, 2, 4]), ({0, 1}, []), ({2}, [1, 4, 5]), ({1, 2}, [1, 5]), ({3}, [2, 4, 5])],
+    sample(
+        [({0}, [1, 2, 4]), ({0, 1}, []), ({2}, [1, 4, 5]), ({1, 2}, [1, 5]), ({3}, [2, 4, 5])],
+        [({0}, [1, 2, 4]), ({0, 1}, []), ({1, 2}, [1, 5])],
+    ),
     ids=["largest", "largest two", "one", "two", "smallest"],
 )
 def test_a_size_that_cannot_be_captured_leaves_the_others(

@@ -119,8 +119,10 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("unaudited")
-def test_copies_that_fail_because_they_are_told_to_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    report = kit.run(**SMALL, scenarios=[BY_NAME["bad copies"]])
+def test_copies_that_fail_because_they_are_told_to_are_no_news(
+    family: Callable[[str], Family], caplog: pytest.LogCaptureFixture
+) -> None:
+    report = kit.run(family("llama").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
     assert only(report, "bad copies").transfers.failed_stores > 0
     assert [record.getMessage() for record in caplog.records if record.name == "kvtier.transfers"] == []
 
