@@ -218,7 +218,7 @@ def test_the_walks_see_loads_fail_and_arrive_damaged_and_stores_wait(monkeypatch
         "steps with stores that wait": sized(50, 200),
         "host blocks damaged": sized(2, 10),
         "host blocks evicted": sized(100, 500),
-        "copies given up": sized(2, 10),
+        "copies given up": sized(1, 10),
     }
     for seed in SHORT_WALKS:
         replay(*short_walk(seed), counts)
