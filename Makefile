@@ -27,6 +27,9 @@ demo-shared: $(VENV)/.run
 test test-all test-real lint: export HYPOTHESIS_STORAGE_DIRECTORY ?= $(abspath $(VENV))/cache/hypothesis
 test test-all lint: export RUFF_CACHE_DIR ?= $(abspath $(VENV))/cache/ruff
 test test-all lint: export MYPY_CACHE_DIR ?= $(abspath $(VENV))/cache/mypy
+# Byte code too, even where Python is told to keep none: tests start some hundred processes, and each would compile it all.
+test test-all: export PYTHONPYCACHEPREFIX ?= $(abspath $(VENV))/cache/pycache
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 # The order of tests is another one each time; pytest says which. `make test KVTIER_TESTS_SEED=123` has it again.
 test test-all: export KVTIER_TESTS_SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')

@@ -28,6 +28,12 @@ def sized(quick: T, everything: T) -> T:
     return everything if LANE == "all" else quick
 
 
+AUDITED_WHOLLY = 4
+AUDITED_THEN = sized(16, 1)
+"""Of a cache's schedules, commits and cancels: the first ones, and each sixteenth one after them. Between them
+``make test`` checks the counters alone, ``make test-all`` everything."""
+
+
 def sample(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Parameters: ``values``, of which those that are not in ``quick`` have the mark.
 

@@ -9,6 +9,7 @@ from typing import Any
 import inside
 import numpy as np
 import numpy.typing as npt
+from breadth import AUDITED_THEN, AUDITED_WHOLLY
 
 from kvtier import FinishedRequest, GroupSpec, KVCache, Request, Scheduler, Step
 from kvtier.audit.run import AuditLevel
@@ -200,8 +201,9 @@ class Serving:
         assert self.cache.audit() == []
 
     def _audit_step(self) -> None:
-        """Unless the scheduler has just done so."""
-        if self.cache.checks.level is not AuditLevel.FULL and self.steps % self.audit_every == 0:
+        """Unless the scheduler has just done so; ``make test`` does it less often in long runs, as `conftest.py`."""
+        every = max(self.audit_every, 1 if self.steps <= AUDITED_WHOLLY else AUDITED_THEN)
+        if self.cache.checks.level is not AuditLevel.FULL and self.steps % every == 0:
             self.audit()
 
     def step(self) -> Step:

@@ -41,7 +41,7 @@ MOST_TOKENS = 96
 
 @pytest.mark.usefixtures("unaudited")
 @given(ASKS)
-@settings(max_examples=sized(12, 300), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=sized(8, 300), phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 def test_all_doors_give_one_answer(make_serving, make_cache, asks) -> None:
     pays, offered = Boundaries.pays, dict[int, list[int]]()
 

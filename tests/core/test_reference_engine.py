@@ -37,10 +37,10 @@ def test_its_names_are_those_of_the_package() -> None:
 
 def test_a_module_of_its_name_beside_a_script_does_not_matter(beside: Path) -> None:
     (beside / "script.py").write_text(
-        "from kvtier import LLM, SamplingParams\nprint(LLM.__module__, SamplingParams(n=2).n)\n"
+        "from kvtier import SamplingParams\nprint(SamplingParams.__module__, SamplingParams(n=2).n)\n"
     )
     done = python("script.py", cwd=beside)
-    assert (done.stdout, done.stderr) == ("runner.api.llm 2\n", "")
+    assert (done.stdout, done.stderr) == ("runner.sampling.params 2\n", "")
 
 
 def test_nor_if_it_comes_first_on_the_path_of_the_command(beside: Path) -> None:

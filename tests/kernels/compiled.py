@@ -1,7 +1,7 @@
 """Compiles the kernels for a GPU that need not be there, and prints their PTX as JSON; run without TRITON_INTERPRET.
 
-``python compiled.py 90`` takes the compute capability. Arguments are specialised as a launch on a real pool does:
-pointers, strides and sizes that are multiples of 16 are known to be.
+``python compiled.py 90`` takes the compute capability, and after it the kernels that are left out. Arguments are
+specialised as a launch on a real pool does: pointers, strides and sizes that are multiples of 16 are known to be.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def rope(capability: int) -> str:
     )
 
 
-def main(capability: int) -> dict[str, str]:
+def main(capability: int, *without: str) -> dict[str, str]:
     addresses = {"addresses": "*i64", "sums": "*i64"}
     tiles = {"TILE": triton_checksum.TILE_WORDS, "TILES": triton_checksum.TILES}
     return {
@@ -113,8 +113,9 @@ def main(capability: int) -> dict[str, str]:
         f"{product}, {amount}": experts(capability, product, amount == "few")
         for product in ("up", "down")
         for amount in ("few", "many")
+        if f"{product}, {amount}" not in without
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]))))
+    print(json.dumps(main(int(sys.argv[1]), *sys.argv[2:])))

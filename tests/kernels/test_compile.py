@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from breadth import sample, sized
 
 import kvtier
 
@@ -20,6 +21,8 @@ pytest.importorskip("triton", reason="triton is not installed; `make test` insta
 
 LOADS = r"\bld\.global[\w.:]*\.(v4\.b32|v2\.b64)\b"
 STORES = r"\bst\.global[\w.:]*\.(v4\.b32|v2\.b64)\b"
+WITHOUT: list[str] = sized(["down, few", "up, many"], [])
+"""Products of experts that are as the others; it takes seconds to compile them."""
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +33,14 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         [str(Path(kvtier.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     script = str(Path(__file__).parent / "compiled.py")
-    ran = subprocess.run(
-        [sys.executable, script, "90"], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+    command = [sys.executable, script, "90", *WITHOUT]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return json.loads(ran.stdout)
 
 
 def test_nothing_spills(ptx: dict[str, str]) -> None:
-    assert len(ptx) == 11
+    assert len(ptx) == 11 - len(WITHOUT)
     assert not [name for name, text in ptx.items() if re.search(r"\b(ld|st)\.local", text)]
 
 
@@ -56,13 +58,13 @@ def test_float8_is_divided_as_the_host_divides(ptx: dict[str, str]) -> None:
     assert len(re.findall(r"\bst\.global[\w.]*\.v2\.b32", ptx["write fp8"])) == 2  # 8 values of K, 8 of V
 
 
-@pytest.mark.parametrize("kernel", ["up, few", "down, few"])
+@pytest.mark.parametrize("kernel", sample(["up, few", "down, few"], ["up, few"]))
 def test_experts_of_a_decode_step_stream_their_weights(ptx: dict[str, str], kernel: str) -> None:
     """Past the registers, 16 bytes a copy, while the tensor cores work."""
     assert re.search(r"\bcp\.async\.cg\.shared\.global[^;]*, 0x10,", ptx[kernel])
     assert re.search(r"\bmma\.sync\.\S*\.bf16", ptx[kernel])
 
 
-@pytest.mark.parametrize("kernel", ["up, many", "down, many"])
+@pytest.mark.parametrize("kernel", sample(["up, many", "down, many"], ["down, many"]))
 def test_experts_of_a_prompt_use_the_tensor_cores_of_hopper(ptx: dict[str, str], kernel: str) -> None:
     assert re.search(r"\bwgmma\.mma_async\.\S*\.bf16", ptx[kernel])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from breadth import covering, sample
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -76,15 +77,17 @@ def test_another_seed_gives_another_model_that_answers(tmp_path: Path) -> None:
     assert answer(other, prompt.token_ids[-1], prefill(other, prompt.token_ids[:-1], DynamicCache())) == prompt.answer
 
 
-@pytest.mark.parametrize(("depth", "ask_gap"), [(0.0, 24), (0.25, 240), (0.5, 16), (0.75, 240), (1.0, 24)])
+@pytest.mark.parametrize(
+    ("depth", "ask_gap"),
+    sample([(0.0, 24), (0.25, 240), (0.5, 16), (0.75, 240), (1.0, 24)], [(0.25, 240), (1.0, 24)]),
+)
 def test_answers_4k_prompts_in_chunked_prefill(model: NeedleForCausalLM, depth: float, ask_gap: int) -> None:
     prompt = make_prompt(4096, seed=round(100 * depth), depth=depth, ask_gap=ask_gap)
     cache = prefill(model, prompt.token_ids[:-1], DynamicCache(config=model.config))
     assert answer(model, prompt.token_ids[-1], cache) == prompt.answer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("attn_implementation", "dtype"), covering(["eager", "sdpa"], [torch.float32, torch.bfloat16]))
 def test_answers_in_one_forward(attn_implementation: str, dtype: torch.dtype) -> None:
     """Past a chunk border, every answer token from the logits of a single cacheless pass."""
     prompt = make_prompt(1700, seed=7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from breadth import sample
 
 from runner.needle import CHUNK_TOKENS, make_prompt, usable_length
 from runner.needle.vocabulary import decode
@@ -51,7 +52,7 @@ def test_the_same_arguments_give_the_same_prompt() -> None:
     assert make_prompt(5000, seed=4) == make_prompt(5000, seed=4) != make_prompt(5000, seed=5)
 
 
-@pytest.mark.parametrize("ask_gap", [16, 24, 240])
+@pytest.mark.parametrize("ask_gap", sample([16, 24, 240], [240]))
 def test_every_length_works_or_says_which_do(ask_gap: int) -> None:
     refused = 0
     for num_tokens in range(3000, 3000 + CHUNK_TOKENS):

@@ -330,7 +330,7 @@ def test_random_engines_that_share_a_store_never_read_what_was_not_written(make,
     ]
     texts = [[rnd.randrange(1000) for _ in range(rnd.randrange(6, 40))] for _ in range(4)]
     running = {id(engine): [] for engine in pair}
-    for step in range(sized(150, 600)):
+    for step in range(sized(100, 600)):
         engine = pair[rnd.randrange(2)]
         mine = running[id(engine)]
         if step % 50 == 49:

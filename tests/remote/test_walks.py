@@ -137,11 +137,11 @@ class Walk:
         serving.run()
 
 
-@pytest.mark.parametrize("seed", range(sized(12, 200)))
+@pytest.mark.parametrize("seed", range(sized(8, 200)))
 def test_random_requests_over_a_shared_store(make_serving, monkeypatch, seed):
     monkeypatch.setattr("kvtier.remote.objects.LEAST_BYTES", random.Random(seed).choice([1, 300, 1000]))
     walk = Walk(make_serving, seed)
-    for _ in range(sized(150, 400)):
+    for _ in range(sized(100, 400)):
         walk.turn(walk.random.choice(walk.servings))
     for serving in walk.servings:
         walk.drain(serving)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from breadth import breadth, sample
+from breadth import breadth, sample, sized
 from core.fake_cuda import FakeCuda, FakeSums
 from families import zoo
 from patience import FOREVER_S
@@ -34,6 +34,7 @@ from kvtier.attention.flashinfer import FlashInfer
 from kvtier.cpu_offload.engines.cuda import link as cuda_link
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
+from runner import cli
 from runner.engine.loop import Engine
 from runner.model.hybrid import HybridModel
 
@@ -106,6 +107,7 @@ def test_time_to_first_token_and_the_mark_that_follows_from_the_link(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ttft, "load_peak", lambda setup: 1e-3)
+    monkeypatch.setattr(ttft, "MODELS", ttft.MODELS[: sized(1, 3)])
     found = named(ttft.run(Budget(FOREVER_S), stage))
     for model in ttft.MODELS:
         cold, share, device, host, ratio = (f for name, f in found.items() if model in name)
@@ -400,8 +402,22 @@ def test_a_measurement_has_tokens_for_all_its_steps(stage: Stage, monkeypatch: p
 # --- the main job ----------------------------------------------------------------------------------------------------
 
 
-def test_the_main_job_and_its_figures() -> None:
-    """In the dtype that a GPU runs it in; a CPU has no FlashInfer, and the figure says so."""
+@pytest.mark.parametrize("really", sample([True, False], [False]))
+def test_the_main_job_and_its_figures(
+    really: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the dtype that a GPU runs it in; a CPU has no FlashInfer, and the figure says so.
+
+    In a process of its own, or in this one: to import all that it needs takes longer than the job.
+    """
+
+    def run(command: list[str], **_: Any) -> CompletedProcess[str]:
+        assert command[1:3] == ["-m", "runner.cli"]
+        status = cli.main(command[3:])
+        return CompletedProcess(command, status, *capsys.readouterr())
+
+    if not really:
+        monkeypatch.setattr(main_job.subprocess, "run", run)
     found = named(main_job.run(Budget(FOREVER_S), ("--tokens", "400", "--dtype", main_job.DTYPE)))
     answered = found["main job: 3 requests of 400 tokens, answered rightly and equally"]
     assert answered.ok

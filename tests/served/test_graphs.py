@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from breadth import sample
 from families import zoo
 from torch import Tensor
 
@@ -70,9 +71,12 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 
 
 FAMILIES = ["gemma3", "gemma2", "gpt_oss", "llama4", "mistral", "mimo_v2_flash", "gemma4"]
+FAMILIES = [name for name in FAMILIES if name in zoo.ZOO]
+ALIKE = {"gemma3", "mistral", "gemma4"}
+"""Whose attention is in that of the others: gemma2's windows, mimo_v2_flash's heads of two sizes."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in zoo.ZOO])
+@pytest.mark.parametrize("name", sample(FAMILIES, [name for name in FAMILIES if name not in ALIKE]))
 def test_captured_steps_and_eager_ones_give_the_same_logits(
     name: str, serve: Callable[..., Serving], flashinfer: Any
 ) -> None:
@@ -216,7 +220,10 @@ def failing(
 
 @pytest.mark.parametrize(
     ("fails", "captured"),
-    [({0}, [1, 2, 4]), ({0, 1}, []), ({2}, [1, 4, 5]), ({1, 2}, [1, 5]), ({3}, [2, 4, 5])],
+    sample(
+        [({0}, [1, 2, 4]), ({0, 1}, []), ({2}, [1, 4, 5]), ({1, 2}, [1, 5]), ({3}, [2, 4, 5])],
+        [({0}, [1, 2, 4]), ({0, 1}, []), ({1, 2}, [1, 5])],
+    ),
     ids=["largest", "largest two", "one", "two", "smallest"],
 )
 def test_a_size_that_cannot_be_captured_leaves_the_others(

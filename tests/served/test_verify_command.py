@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import inside
 import numpy as np
 import pytest
 import torch
-from breadth import breadth, covering, sample
+from breadth import breadth, covering, sample, sized
 from families import zoo
 from families.conftest import Family
 
@@ -40,6 +41,15 @@ BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 SMALL = {"tokens": 120, "prompts": 2, "new_tokens": 4}
 SMALL_ARGUMENTS = ["--tokens", "120", "--prompts", "2", "--new-tokens", "4"]
 BLOCK = 16
+SLOW = {"batch", "recompute", "resume", "bad copies"}
+QUICK = [scenario for scenario in SCENARIOS if scenario.name not in SLOW]
+"""Which can be equal bit by bit, and other chunks."""
+
+
+def of_the_command(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """These scenarios alone: what a command makes of them does not depend on the others."""
+    run = partial(kit.run, scenarios=[BY_NAME[name] for name in names])
+    monkeypatch.setattr(kit, "run", run)
 
 
 @pytest.fixture
@@ -67,7 +77,7 @@ def test_the_bundled_model_passes_and_json_is_all_that_is_printed(capsys: pytest
 @pytest.mark.parametrize("name", sample(["gemma3", "gpt_oss", "llama4", "ministral"], ["ministral"]))
 def test_families_pass(family: Callable[[str], Family], name: str) -> None:
     """Window and full, chunk and full, window alone; full alone makes the table below, all kinds the test above."""
-    report = kit.run(family(name).model, **SMALL)
+    report = kit.run(family(name).model, **SMALL, scenarios=sized(QUICK, SCENARIOS))
     assert report.ok, [(r.name, r.missing, r.violations) for r in report.results if r.status is not Status.EQUAL]
     assert report.repeats
     bits = {"cold again", "device hit", "host hit", "mixed hit", "salts", "lazy stores", "reset"}
@@ -109,8 +119,10 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("unaudited")
-def test_copies_that_fail_because_they_are_told_to_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    report = kit.run(**SMALL, scenarios=[BY_NAME["bad copies"]])
+def test_copies_that_fail_because_they_are_told_to_are_no_news(
+    family: Callable[[str], Family], caplog: pytest.LogCaptureFixture
+) -> None:
+    report = kit.run(family("llama").model, **SMALL, scenarios=[BY_NAME["bad copies"]])
     assert only(report, "bad copies").transfers.failed_stores > 0
     assert [record.getMessage() for record in caplog.records if record.name == "kvtier.transfers"] == []
 
@@ -263,6 +275,7 @@ def test_a_damaged_byte_ends_with_status_1_and_is_named(
 ) -> None:
     folder = zoo.build("gemma3", tmp_path)
     damage_loads(monkeypatch, "full", 1, 2)
+    of_the_command(monkeypatch, "device hit", "host hit", "bad copies")
     assert main(["verify", "--model", str(folder), *SMALL_ARGUMENTS]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "host hit: prompt 0, generated token 0" in out

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import httpx
 import pytest
 
-from runner import AsyncLLM
+from runner import AsyncLLM, needle
 from runner.server.deadline import GRACE_S, Deadline
 from server.mortal import dies
 from server.running import serving
@@ -71,13 +71,20 @@ sys.exit(main(sys.argv[1:]))
 BOMB = "|".join(f"[78 ]{{{i},1000}}" for i in range(300))
 
 
-def test_sigterm_ends_the_command_while_a_thread_is_stuck_and_a_grammar_compiles() -> None:
+def test_the_command_serves_and_sigterm_ends_it_while_a_thread_is_stuck_and_a_grammar_compiles() -> None:
     """The interpreter alone would wait for the thread for ever, and for the grammar for minutes."""
+    prompt = needle.make_prompt(200, seed=3)
+    env = os.environ | {"KVTIER_API_KEY": "secret", "KVTIER_AUDIT": "0"}
     options = ["--port", "0", "--device-memory", "16MiB", "--host-memory", "0", "--drain-timeout", "0.1"]
     command = [sys.executable, "-c", STUCK, "serve", *options, "--grammar-compile-limit", "100000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"KVTIER_AUDIT": "0"}) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
         try:
-            url = re.search(r"http://127\.0\.0\.1:\d+", _until(server, "/v1/completions"))[0]
+            told = _until(server, "/v1/completions")
+            url = re.search(r"http://127\.0\.0\.1:\d+", told)[0]
+            assert "16.0 MiB of device memory (--device-memory): contexts of" in told and "no host tier" in told
+            answer = _ask(f"{url}/v1/completions", {"prompt": prompt.text, "temperature": 0})
+            assert answer.json()["choices"][0]["text"] + " ." == prompt.answer
+            assert _ask(f"{url}/v1/models", key="x").status_code == 401
             asked = ("/detokenize", {"tokens": [7]}), ("/v1/completions", {"prompt": [7], "guided_regex": f"({BOMB})*"})
             for path, body in asked:
                 threading.Thread(target=_ask, args=(url + path, body), daemon=True).start()
@@ -90,11 +97,13 @@ def test_sigterm_ends_the_command_while_a_thread_is_stuck_and_a_grammar_compiles
             server.kill()
 
 
-def _ask(url: str, body: dict) -> None:
+def _ask(url: str, body: dict | None = None, key: str = "secret") -> httpx.Response | None:
+    """The answer, or None if the server ends before it."""
+    headers = {"Authorization": f"Bearer {key}"}
     try:
-        httpx.post(url, json=body, timeout=WAIT_S)
+        return httpx.request("POST" if body else "GET", url, json=body, headers=headers, timeout=WAIT_S)
     except httpx.TransportError:
-        return
+        return None
 
 
 def _until(server: subprocess.Popen, word: str) -> str:

@@ -366,10 +366,10 @@ def test_a_server_that_refuses_most_is_not_called_serving(chromium: browser.Brow
         assert re.fullmatch(r"for each later token, p50\n[\d.]+ ms\np95 [\d.]+ ms, p99 [\d.]+ ms", times)
         assert re.match(r"to the first token, p50\n[\d.]+ m?s\np95 [\d.]+ m?s, p99", tab.run(tile.format("first")))
         running.admission.most_open = 0
-        assert [ask(running.url, name=f"more-{k}")["error"]["code"] for k in range(60)] == ["overloaded"] * 60
+        assert [ask(running.url, name=f"more-{k}")["error"]["code"] for k in range(20)] == ["overloaded"] * 20
         tab.until("document.getElementById('status').dataset.state === 'overloaded'")
         assert tab.until(TEXT.format("status")) == "overloaded: most requests are refused"
-        tab.until(f"{tile.format('refused')} === 'refused (429)\\n60'")
+        tab.until(f"{tile.format('refused')} === 'refused (429)\\n20'")
         assert "cmpl-real" in tab.run(TEXT.format("finished")) and "cmpl-more" not in tab.run(TEXT.format("finished"))
         dot = "getComputedStyle(document.getElementById('status'), '::before').backgroundColor"
         assert tab.run(dot) == tab.run("getComputedStyle(document.getElementById('status')).color")  # as the bad ones

@@ -33,7 +33,7 @@ def test_no_request_makes_the_server_fail(api: Any, mode: GenerationMode) -> Non
         operation = found.ok()
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=sized(6, 300), suppress_health_check=list(HealthCheck))
+        @settings(max_examples=sized(3, 300), suppress_health_check=list(HealthCheck))
         def check(case: schemathesis.Case) -> None:
             nonlocal asked
             asked += 1

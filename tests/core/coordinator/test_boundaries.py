@@ -8,6 +8,7 @@ from collections.abc import Callable
 import inside
 import numpy as np
 import pytest
+from breadth import sized
 from hypothesis import given, strategies as st
 
 from core.driving import Serving, prompt
@@ -288,7 +289,7 @@ def test_what_a_caller_tells_of_is_found_by_the_next_one_who_parts_there(make_se
 @pytest.mark.usefixtures("unaudited")
 def test_hints_that_never_pay_are_not_followed_any_more(make_serving) -> None:
     serving = make_serving(SPEC, 3000, scheduler={"audit_every": 100})
-    for k in range(120):
+    for k in range(sized(60, 120)):
         text = prompt(2 * k, 33)
         said = serving.serve(f"{k}", [*text, *prompt(2 * k + 1, 30)], 9, boundaries=(33,)).token_ids
         serving.serve(f"{k} on", [*text, *prompt(2 * k + 1, 30), *said, 1, 2, 3], 1)

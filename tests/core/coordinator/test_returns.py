@@ -248,7 +248,8 @@ def test_stems_stay_in_place_of_the_tails_behind_them(make_serving) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if pays:
                 patch.setattr(Returns, "tails_pay", True)
-            serving, random, found = make_serving(SPEC, {"full": 120, "near": 60}), np.random.default_rng(7), 0
+            serving = make_serving(SPEC, {"full": 120, "near": 60}, scheduler={"audit_every": 100})
+            random, found = np.random.default_rng(7), 0
             for k in range(150):
                 done = serving.serve(f"{k}", [*prompt(int(random.integers(8)), 24), *prompt(100 + k, 80)], 2)
                 found += done.cached_tokens["device"] * (k >= 100)

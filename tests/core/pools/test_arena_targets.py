@@ -29,7 +29,7 @@ def spec_of(name: str) -> CacheSpec:
     return CacheSpec.from_config(MODELS[name]())
 
 
-@pytest.mark.parametrize("name", sample([*HYBRIDS, "Llama-3.1-8B"], HYBRIDS[::3]))
+@pytest.mark.parametrize("name", sample([*HYBRIDS, "Llama-3.1-8B"], HYBRIDS[3:]))
 def test_of_an_arena_at_least_98_percent_can_be_in_use_at_90k_tokens(name: str) -> None:
     assert fill(spec_of(name), ARENA_BYTES, 90_112) >= 0.98
 
