@@ -25,7 +25,7 @@ Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's d
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TypeVar
 
@@ -34,10 +34,10 @@ from kvtier.machine.stats import EndStats
 
 MOST_APPS = 4096
 """Apps that are remembered."""
-AT_FIRST = (0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
+AT_FIRST = (0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 """Credits before anything is known: a turn mostly goes on from the answer, callers know where prompts part, and what is
 passed goes first."""
-PRIOR = 8.0
+PRIOR = 2.0
 """What other apps tell counts like so many requests, and half of it once the app has had so many of its own."""
 
 T = TypeVar("T")
@@ -76,6 +76,12 @@ class End(IntEnum):
     PASSED = 5
 
 
+_UNUSED = len(End)
+"""Where the credits of texts are that nobody has come back to."""
+_OF_ENDS = End.PROMPT, End.SHORT, End.ANSWER, End.LEFT, _UNUSED
+_OF_BEGINNINGS = End.STEM, End.PASSED
+
+
 class Boundaries:
     """Of one cache. Boundaries go by the bytes of their keys."""
 
@@ -85,8 +91,7 @@ class Boundaries:
         self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._credits = [*AT_FIRST]  # of all apps
-        self._apps: OrderedDict[bytes, _App] = OrderedDict()
-        self._count = 0  # requests
+        self._apps: OrderedDict[bytes, list[float]] = OrderedDict()
         self._paying: dict[bytes | None, list[bool]] = {}  # by app, since the last request
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
@@ -133,19 +138,28 @@ class Boundaries:
         best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
         longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
         self._paying.clear()
-        self._count += 1
-        known = self._apps.pop(app, None) or _App()
-        self._apps[app] = known
+        own = self._apps.pop(app, None) or [0.0] * len(AT_FIRST)
+        self._apps[app] = own
         if len(self._apps) > MOST_APPS:
             self._apps.popitem(last=False)
-        known.fade(self._count)
-        self._credits = [FADES * credit for credit in self._credits]
-        for credits in self._credits, known.own, known.part:
+        comes_back = longest is not None and end is not End.STEM
+        for credits in self._credits, own:
+            _fade(credits, _OF_BEGINNINGS)
+            if comes_back:
+                _fade(credits, _OF_ENDS)
             if best is not None and end is not None:
                 credits[end] += 1
                 credits[End.LEFT] += best[0] in self._left
             if longest is not None:
                 credits[End.PASSED] += 1 - reached / longest[1]
+
+    def unused(self, app: bytes) -> None:
+        """Nobody has come back to a text of this app: none of its ends has paid."""
+        self._paying.clear()
+        for credits in self._credits, self._apps.get(app):
+            if credits is not None:
+                _fade(credits, _OF_ENDS)
+                credits[_UNUSED] += 1
 
     def _class_of(self, found: Found) -> End | None:
         """None: no end that is remembered."""
@@ -162,46 +176,27 @@ class Boundaries:
     def pays(self, end: End, app: bytes | None = None) -> bool:
         """Whether ends of this class are worth their memory: in this app, or in all of them together."""
         if app not in self._paying:
-            known = None if app is None else self._apps.get(app)
-            self._paying[app] = _paying(self._credits if known is None else known.told(self._credits, self._count))
+            self._paying[app] = self._judge(None if app is None else self._apps.get(app))
         return self._paying[app][end]
 
-
-@dataclass(slots=True, eq=False)
-class _App:
-    """What an app has told."""
-
-    own: list[float] = field(default_factory=lambda: [0.0] * len(End))
-    """Its credits, which fade with each of its requests."""
-    part: list[float] = field(default_factory=lambda: [0.0] * len(End))
-    """Its part in the credits of all apps, as it was at request ``at``."""
-    at: int = 0
-
-    def fade(self, count: int) -> None:
-        """Its next request is number ``count`` of all apps'."""
-        self.own = [FADES * credit for credit in self.own]
-        self.part = [FADES ** (count - self.at) * credit for credit in self.part]
-        self.at = count
-
-    def told(self, of_all: list[float], count: int) -> list[float]:
-        """Its credits, and those that other apps have told, at request ``count``."""
-        faded = FADES ** (count - self.at)
-        others = [max(0.0, credit - faded * part) for credit, part in zip(of_all, self.part, strict=True)]
-        weight = PRIOR * PRIOR / (PRIOR + _sum(self.own)) / (_sum(others) or 1.0)
-        return [weight * other + own for other, own in zip(others, self.own, strict=True)]
+    def _judge(self, own: list[float] | None) -> list[bool]:
+        """Of each class, whether it pays where these are an app's own credits."""
+        credits = self._credits
+        if own is not None:
+            weight = PRIOR * PRIOR / (PRIOR + sum(own)) / (sum(credits) or 1.0)
+            credits = [weight * of_all + of_own for of_all, of_own in zip(credits, own, strict=True)]
+        prompt = credits[End.PROMPT] + credits[End.SHORT]  # which take the end's windows too
+        ends = prompt + credits[End.ANSWER]
+        of_all, of_ends = PAYS * (ends + credits[End.STEM] + credits[End.PASSED]), PAYS * (ends + credits[_UNUSED])
+        paying = [credit > of_ends for credit in credits[: len(End)]]
+        paying[End.PROMPT] = prompt > of_ends
+        paying[End.STEM], paying[End.PASSED] = credits[End.STEM] > of_all, credits[End.PASSED] > of_all
+        return paying
 
 
-def _sum(credits: list[float]) -> float:
-    """Without ends that were left, which are ends of another class too."""
-    return sum(credits) - credits[End.LEFT]
-
-
-def _paying(credits: list[float]) -> list[bool]:
-    """Of each class, whether it pays with these credits."""
-    least = PAYS * _sum(credits)
-    paying = [credit > least for credit in credits]
-    paying[End.PROMPT] = credits[End.PROMPT] + credits[End.SHORT] > least  # which take the end's windows too
-    return paying
+def _fade(credits: list[float], which: Sequence[int]) -> None:
+    for each in which:
+        credits[each] *= FADES
 
 
 def _remember(names: OrderedDict[bytes, T], name: bytes, value: T) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.coordinator.boundaries import SLACK, Boundaries, End, needed_from
+from kvtier.coordinator.boundaries import SLACK, Boundaries, End, Found, needed_from
 from kvtier.coordinator.returns import NEVER, NOTHING, Before, Bytes, Returns, TextBytes
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.spec import Kind
@@ -102,10 +102,11 @@ class Keeping:
         known, stop = self.boundaries, hit
         app = course.app = self.name(keys, self._unit) if num_tokens >= self._unit else b""
         found = (self.name(keys, hit), hit) if hit else None
-        full = full if self._has_full else hit
-        if not course.has_begun:
-            known.learn(found, (self.name(keys, full), full) if full > hit else None, app)
-        last = min(self.last_boundaries(num_tokens))
+        full, last = full if self._has_full else hit, min(self.last_boundaries(num_tokens))
+        is_new = not course.has_begun
+        if is_new:
+            self._come_back(course, keys, num_tokens, hit, full, room, may_be_guest)
+            known.learn(found, self._missed(course, keys, hit, full, last), app)
         goes_on = found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.named_from, course.slack_from, course.kept = hit, NEVER, NEVER, set()
         if self._local:
@@ -118,8 +119,8 @@ class Keeping:
         if told:
             self._tell(course, keys, told, hit)
         course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
-        tail = NEVER if course.has_begun else self._come_back(course, keys, num_tokens, hit, full, room, may_be_guest)
-        course.cold_from, course.cold_to, course.gone_from = hit, stop, tail
+        course.cold_from, course.cold_to = hit, stop
+        course.gone_from = self._tail(course, hit) if is_new else NEVER
         if course.went_on_from:
             course.cold_from = self._stem(course, keys, told, hit)
             course.kept |= {course.cold_from} - {0}
@@ -136,19 +137,33 @@ class Keeping:
         full: int,
         room: Callable[[Bytes], float],
         may_be_guest: bool,
-    ) -> int:
-        """Learns what the text has in common with earlier ones. Returns where its tail begins, if tails go first.
+    ) -> None:
+        """Learns what the text has in common with earlier ones, and which of these nobody has come back to.
 
         If the stem is no longer there, it is kept now as it is where prompts are seen to part.
         """
         each, unit = self.sizes.of(num_tokens), self._unit
         prompt = keys[: num_tokens // self._hash]
         is_guest, course.before = self.returns.begin(prompt, hit // unit, room(each), float(each.sum()))
+        for app in self.returns.unused:
+            self.boundaries.unused(app)
         course.is_guest = is_guest and may_be_guest
         stem = course.before.stem * unit
         if self._local and stem > full:
             course.branches.add(stem)
-        return self.returns.cold_from(course.before, hit)
+
+    def _tail(self, course: Course, hit: int) -> int:
+        """Where the text's tail begins, what comes behind its stem, if no end pays in its app; else NEVER."""
+        stem, pays = course.before.stem if course.before is not None else 0, self.boundaries.pays
+        if not stem or pays(End.PROMPT, course.app) or pays(End.ANSWER, course.app):
+            return NEVER
+        return max(hit, stem * self._unit)
+
+    def _missed(self, course: Course, keys: KeyArray, hit: int, full: int, last: int) -> Found | None:
+        """Where the text would have been found, if no content had gone that it goes on from."""
+        if course.before is not None and course.before.goes_on:
+            full = max(full, min(course.before.units * self._unit, last))
+        return (self.name(keys, full), full) if full > hit else None
 
     def _stem(self, course: Course, keys: KeyArray, told: Sequence[int], hit: int) -> int:
         """The last boundary before the hit that others are known to want too; 0 if there is none."""

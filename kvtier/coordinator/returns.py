@@ -5,14 +5,14 @@ finds nothing: each is pushed out just before its turn. To keep some of them who
 finds nearly as much as fits. How much would be found either way follows from the distances at which conversations come
 back: the bytes of other texts that were used since.
 
-What comes behind a beginning that texts share, a *stem*, is a text's *tail*. If no tail is asked for again, while texts
-of twice the cache's size are used, tails are given up first.
+What comes behind a beginning that texts share, a *stem*, is a text's *tail*. A text is *unused* if nobody has asked
+for more than its stem, while texts of the cache's size were used.
 
 Owns       the newest texts: where they begin like others, their sizes in the order of use, and a fading histogram of
            distances.
 Promises   what is known does not depend on what the cache still has, so that what is decided does not change it.
            Bounded memory; a request costs the same however much is remembered.
-Does not   know blocks: the content of a *guest*, and a tail, is what its callers give up first.
+Does not   know blocks: the content of a *guest* is what its callers give up first.
 
 The distances are Mattson's (1970) stack distances. That a part of the accesses, given all of the cache, does better
 where the curve of hits is not concave is Talus (Beckmann and Sanchez, HPCA 2015).
@@ -47,10 +47,9 @@ use."""
 GAIN = 2.0
 """So many times as much must keeping some find, by the estimate, as keeping what was used last. The estimate knows
 nothing of what is lost while others take the place of what was kept."""
-UNUSED = 2.0
-"""So many times the cache's size of other texts have been used since: nobody comes back to a tail any more."""
-PAYS = 0.05
-"""Tails stay if one in twenty is asked for again, as ends do."""
+UNUSED = 1.0
+"""So many times the cache's size of other texts have been used since: a text that nobody has come back to would have
+gone by now, if all of them stayed."""
 LOTTERY = 16
 """While only some are kept, one in so many of the others takes the place of one of them: what is kept stays current."""
 
@@ -128,8 +127,10 @@ class Returns:
         self._prompt, self._end, self._common, self._stem, self._lent = np.zeros((5, TEXTS), np.int64)
         self._is_used = np.zeros(TEXTS, bool)  # whether more than its stem was asked for again
         self._count = 0  # texts so far
-        self._oldest = 0  # of those whose tails may still be asked for
-        self._tails_used, self._tails_unused = 0.0, 0.0  # fading
+        self._first = np.zeros((TEXTS, 2), np.uint64)  # the keys of their first units
+        self._oldest = 0  # of those that may still be asked for
+        self.unused: list[bytes] = []
+        """The first units of texts that are unused since the last request came."""
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
 
@@ -140,7 +141,7 @@ class Returns:
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
         self._whole = max(self._whole, capacity)
-        self._note_tails(before)
+        self._note_unused(before)
         if before.text < 0:
             is_there = 2 * hit_units >= num_units > 0
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
@@ -182,36 +183,24 @@ class Returns:
                 self._sizes[p], self._lent[p] = max(0, self._sizes[p] - moved), stem
         self._sizes[t], self._is_used[t] = alone(end * unit, min(lent, end) * unit), False
         self._prompt[t], self._end[t], self._common[t] = prompt, end, before.units
-        self._stem[t], self._lent[t] = stem, lent
+        self._stem[t], self._lent[t], self._first[t] = stem, lent, keys[self._links - 1]
         highs = keys[self._links - 1 : end * self._links : self._links, 1]
         self._places[(highs % np.uint64(NAMES)).astype(np.int64)] = highs & ~NUMBER | np.uint64(self._count) & NUMBER
         self._count += 1
 
-    @property
-    def tails_pay(self) -> bool:
-        """Whether what comes after a stem is asked for again, as far as is known."""
-        known = self._tails_used + self._tails_unused
-        return self._tails_unused < EVIDENCE * FADES**EVIDENCE or self._tails_used > PAYS * known
-
-    def cold_from(self, before: Before, hit: int) -> int:
-        """The first token of a tail that goes first: of a request with this hit, in tokens. NEVER if none does."""
-        if before.goes_on or not before.units or self.tails_pay:
-            return NEVER
-        return max(hit, before.units * self._unit)
-
-    def _note_tails(self, before: Before) -> None:
-        """Counts the tail that is asked for again now, and those that nobody comes back to any more."""
+    def _note_unused(self, before: Before) -> None:
+        """Notes the text that is asked for now, and those that are unused from now on."""
         t = before.text % TEXTS
-        if before.text >= 0 and 0 < self._stem[t] < before.units and not self._is_used[t]:
+        self.unused.clear()
+        if before.text >= 0 and self._stem[t] < before.units:
             self._is_used[t] = True
-            self._tails_used += 1
         self._oldest = max(self._oldest, self._count - TEXTS)
         used = self._used_since(self._oldest)
         while self._oldest < self._count and used > UNUSED * self._whole:
             t, self._oldest = self._oldest % TEXTS, self._oldest + 1
             used -= float(self._sizes[self._oldest % TEXTS])
-            if self._stem[t] and not self._is_used[t]:
-                self._tails_used, self._tails_unused = FADES * self._tails_used, FADES * self._tails_unused + 1
+            if not self._is_used[t]:
+                self.unused.append(self._first[t].tobytes())
 
     def _wins(self, keys: KeyArray) -> bool:
         """Whether the request is the one in LOTTERY that is kept, which its last key decides."""

@@ -75,9 +75,7 @@ def test_all_doors_give_one_answer(make_serving, make_cache, asks) -> None:
                 break  # from here on they have seen two stories
             for theirs in doors:
                 assert mine.boundaries._credits == theirs.boundaries._credits, k
-                assert [app.own for app in mine.boundaries._apps.values()] == [
-                    app.own for app in theirs.boundaries._apps.values()
-                ], k
+                assert [*mine.boundaries._apps.values()] == [*theirs.boundaries._apps.values()], k
                 for learned in "_prompt", "_end", "_common", "_stem", "_lent", "_is_used":
                     assert np.array_equal(getattr(mine.returns, learned), getattr(theirs.returns, learned)), learned
             told = [{*boundaries} - {0, there} for boundaries in offered.values()]

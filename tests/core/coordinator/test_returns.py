@@ -11,7 +11,7 @@ import pytest
 from core.driving import prompt
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator import returns
-from kvtier.coordinator.boundaries import SLACK
+from kvtier.coordinator.boundaries import SLACK, Boundaries
 from kvtier.coordinator.returns import Before, Returns
 from kvtier.testing import canary_spec
 
@@ -164,28 +164,29 @@ def test_what_texts_share_counts_once_and_for_the_newest() -> None:
     assert (known._sizes[:6] / SLACK).tolist() == [6, 0, 6, 0, 8, 19]
 
 
-def stems(known: Returns, count: int, turns: int, room: float) -> list[bool]:
-    """Prompts with one of ten beginnings, and ``turns`` of each; whether their tails stay."""
-    random, stay = np.random.default_rng(3), []
+def unused(known: Returns, count: int, turns: int, room: float) -> list[int]:
+    """Conversations of ``turns`` turns with one of ten beginnings; how many of the texts so far are unused."""
+    random, sums = np.random.default_rng(3), [0]
     for n in range(count):
         stem = int(random.integers(10))
         for turn in range(turns):
             keys = joined((stem, 10), (100 + n, 4 * (turn + 1)))
             _, before = known.begin(keys, 0, room, 1.0)
-            stay.append(known.tails_pay)
+            assert len({*known.unused}) <= 10, "named by their beginnings"
+            sums.append(sums[-1] + len(known.unused))
             known.end(keys, len(keys) - 1, len(keys), before)
-    return stay
+    return sums
 
 
-def test_tails_that_nobody_comes_back_to_go_first() -> None:
-    stay = stems(made(), 100, 1, 10.0)
-    assert all(stay[:28]), "nobody knows yet: of texts of twice the room, some may still be asked for"
-    assert not any(stay[50:])
+def test_texts_that_nobody_comes_back_to_are_unused() -> None:
+    sums = unused(made(), 100, 1, 10.0)
+    assert sums[10] == 0, "nobody knows yet: of texts of the room's size, some may still be asked for"
+    assert sums[100] > 70
 
 
-@pytest.mark.parametrize(("turns", "room"), [(2, 10.0), (1, 1000.0)])
-def test_tails_stay_if_some_are_asked_for_again_or_there_is_room(turns: int, room: float) -> None:
-    assert all(stems(made(), 100, turns, room))
+def test_texts_are_used_if_they_are_asked_for_again_and_as_long_as_there_is_room() -> None:
+    assert 40 < unused(made(), 100, 2, 10.0)[-1] < 100, "of two turns, the second one's"
+    assert unused(made(), 100, 1, 1e6)[-1] == 0
 
 
 def rounds(serving, sessions: int, turns: int) -> int:
@@ -247,7 +248,7 @@ def test_stems_stay_in_place_of_the_tails_behind_them(make_serving) -> None:
     def found(pays: bool) -> int:
         with pytest.MonkeyPatch.context() as patch:
             if pays:
-                patch.setattr(Returns, "tails_pay", True)
+                patch.setattr(Boundaries, "unused", lambda self, app: None)
             serving = make_serving(SPEC, {"full": 120, "near": 60}, scheduler={"audit_every": 100})
             random, found = np.random.default_rng(7), 0
             for k in range(150):

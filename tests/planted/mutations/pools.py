@@ -204,7 +204,7 @@ MUTATIONS = (
         "I21",
         "what was once not kept is never kept again",
         "core/coordinator/boundaries",
-        ("Keeping.begin", "(self.name(keys, full), full) if full > hit else None", "None"),
+        ("Keeping._missed", "(self.name(keys, full), full) if full > hit else None", "None"),
     ),
     mutation(
         "end_of_a_wanted_prompt_goes_cold",
@@ -311,7 +311,7 @@ MUTATIONS = (
         "I21",
         "what comes behind shared beginnings pushes them out, though nobody asks for it again",
         "core/coordinator/returns",
-        ("Returns.cold_from", "before.goes_on or not before.units or self.tails_pay", "True"),
+        ("Keeping._tail", "not stem or pays(End.PROMPT, course.app) or pays(End.ANSWER, course.app)", "True"),
     ),
     mutation(
         "tails_go_too_soon",
@@ -319,7 +319,7 @@ MUTATIONS = (
         "tails count as unused before texts of the cache's size have come",
         "core/coordinator/returns",
         (
-            "Returns._note_tails",
+            "Returns._note_unused",
             "used > UNUSED * self._whole",
             "used > 0",
         ),
