@@ -1,12 +1,12 @@
-"""``python -m benchmarks.engine_thread [--json PATH] [--vllm PYTHON]``: what the engine's thread does beside the forward.
+"""``python -m benchmarks.engine_thread [--json PATH] [--vllm PYTHON]``: the engine's thread beside the forward.
 
 The real thread, engine and scheduler over a model that knows its logits already, and books that are full of cached
-content. All requests decode greedily. Each forward waits until the consumers have read everything, as a GPU's step would
-leave them time to. CPU microseconds a step of the engine's thread, and of the event loop whose coroutines read the
-answers; the cases take turns, and the median of the turns counts.
+content. All requests decode greedily. CPU microseconds a step: of the engine's thread by itself, while the event loop
+is held up; of the same thread while the loop's coroutines read each step's tokens, which leaves it cold caches; of that
+loop. The cases take turns; the median of the turns counts.
 
-``--vllm``: a Python that has vLLM. Its scheduler's ``schedule`` and ``update_from_output`` and its ``OutputProcessor`` do
-the same work (``engine_thread_vllm.py``).
+``--vllm``: a Python that has vLLM. Its scheduler's ``schedule`` and ``update_from_output`` and its ``OutputProcessor``
+do the same work (``engine_thread_vllm.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import cProfile
 import json
+import math
 import os
 import pstats
 import statistics
@@ -22,7 +23,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,8 @@ WARM_UP = 40
 VOCABULARY = 8
 PROMPT_TOKENS = 600
 EVENTS = 1 << 15
+STEPS_A_LOOK = 5
+"""Steps from one look for KV events to the next, which comes each 50 ms: as if a step took 10 ms."""
 ANSWER_TOKENS = 256
 """Of each answer, where requests come and go: at 1,024 running four a step."""
 
@@ -69,12 +72,17 @@ class Gate:
         self._left_s: float | None = None
         self._clocked_s: list[float] = []
         self._closed = False
+        self._forwards = 0
+        self.kv_events: KVEventPublisher | None = None
         self.profile: cProfile.Profile | None = None
 
     def forward(self, step: Any, cache: KVCache) -> torch.Tensor:
         """Zeros float32 [n, vocab] for the n rows to sample, and every group's tables."""
         for name in cache.spec.names:
-            step.group(name).block_table, step.group(name).slot_mapping  # noqa: B018
+            step.group(name).block_table, step.group(name).slot_mapping
+        self._forwards += 1
+        if self.kv_events is not None and self._forwards % STEPS_A_LOOK == 0:
+            self.kv_events.poll()
         if self._left_s is not None:
             self._clocked_s.append(time.thread_time() - self._left_s)
         if self.profile is not None:
@@ -91,9 +99,9 @@ class Gate:
         """Until the next forward has begun."""
         self._begun.acquire()
 
-    def go(self) -> None:
-        """Lets the forward that has begun end."""
-        self._go.release()
+    def go(self, steps: int = 1) -> None:
+        """Lets the forward that has begun end, and further ones."""
+        self._go.release(steps)
 
     def open(self) -> None:
         """No forward waits any more."""
@@ -126,6 +134,21 @@ class Loop:
 
         self.run(passes())
 
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Nothing runs in the loop meanwhile."""
+        begun, over = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            over.wait()
+
+        self.loop.call_soon_threadsafe(wait)
+        begun.wait()
+        yield
+        over.set()
+        self.rest()
+
     @property
     def cpu_s(self) -> float:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident or 0))
@@ -146,8 +169,8 @@ def books(shape: str, events: int) -> KVCache:
     return found
 
 
-Turn = Callable[[], tuple[float, float]]
-"""Runs some steps; CPU seconds a step of the engine's thread, and of the event loop."""
+Turn = Callable[[], dict[str, float]]
+"""Runs some steps; CPU seconds a step, by part."""
 
 
 class Serving:
@@ -161,7 +184,8 @@ class Serving:
         kv_events = None
         if is_whole:
             config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:*"}
-            kv_events = KVEventPublisher(self.cache, config)
+            kv_events = KVEventPublisher(self.cache, config, interval_s=math.inf)
+        self.model.kv_events = kv_events
         self.engine = Engine(self.model, self.cache, self.scheduler, None, kv_events, Shares())  # type: ignore[arg-type]
         self.running, self.comes_and_goes = running, comes_and_goes
         owner = SimpleNamespace(cache=self.cache, is_running=True)
@@ -198,7 +222,7 @@ class Serving:
     @contextmanager
     def streams(self, loop: Loop) -> Iterator[Turn]:
         """The engine's thread, and a coroutine for each request that reads its answer."""
-        thread, words, numbers = EngineThread(self.engine, False), Words(None), iter(range(10**9))  # type: ignore[arg-type]
+        thread, words, numbers = EngineThread(self.engine, False), Words(None), iter(range(10**9))
         couriers: list[Courier] = []
 
         async def read(number: int) -> None:
@@ -253,12 +277,19 @@ class Serving:
             steps(1)
         steps(WARM_UP)
 
-        def turn() -> tuple[float, float]:
+        def turn() -> dict[str, float]:
             model.take()
-            before_s = 0.0 if loop is None else loop.cpu_s
+            with nullcontext() if loop is None else loop.held_up():
+                model.go(STEPS)
+                for _ in range(STEPS):
+                    model.wait()
+            alone_s = statistics.fmean(model.take())
+            if loop is None:
+                return {"thread": alone_s}
+            before_s = loop.cpu_s
             steps(STEPS)
-            loop_s = 0.0 if loop is None else loop.cpu_s - before_s
-            return statistics.fmean(model.take()), loop_s / STEPS
+            beside_s = statistics.fmean(model.take())
+            return {"thread": alone_s, "beside": beside_s, "loop": (loop.cpu_s - before_s) / STEPS}
 
         return turn
 
@@ -274,7 +305,7 @@ def books_alone(shape: str, running: int) -> Iterator[Turn]:
     def step() -> None:
         made = scheduler.schedule()
         for name in serving.cache.spec.names:
-            made.group(name).block_table, made.group(name).slot_mapping  # noqa: B018
+            made.group(name).block_table, made.group(name).slot_mapping
         scheduler.commit(made, np.zeros(len(made.sample_rows), np.int64))
 
     while scheduler.num_running < running or scheduler.num_waiting:
@@ -282,11 +313,11 @@ def books_alone(shape: str, running: int) -> Iterator[Turn]:
     for _ in range(WARM_UP):
         step()
 
-    def turn() -> tuple[float, float]:
+    def turn() -> dict[str, float]:
         begun_s = time.thread_time()
         for _ in range(STEPS):
             step()
-        return (time.thread_time() - begun_s) / STEPS, 0.0
+        return {"thread": (time.thread_time() - begun_s) / STEPS}
 
     yield turn
 
@@ -310,29 +341,25 @@ def measure(shape: str, running: int, only: str = "") -> dict[str, dict[str, flo
     try:
         for name, case in made.items():
             turns[name] = case.__enter__()
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
         for _ in range(TURNS):
             for name, turn in turns.items():
                 found[name].append(turn())
     finally:
         for name in turns:
             made[name].__exit__(None, None, None)
-    figures = {}
-    for name, pairs in found.items():
-        thread, beside = ([1e6 * s for s in side] for side in zip(*pairs, strict=True))
-        figures[name] = {
-            "thread": statistics.median(thread),
-            "thread_least": min(thread),
-            "event_loop": statistics.median(beside),
-        }
-    return figures
+    return {
+        name: {part: 1e6 * statistics.median(row[part] for row in rows) for part in rows[0]}
+        | {"least": 1e6 * min(row["thread"] for row in rows)}
+        for name, rows in found.items()
+    }
 
 
 def profile(shape: str, running: int) -> None:
     """Where the time of a step of all features goes."""
     loop, serving = Loop(), Serving(shape, running, is_whole=True)
     with serving.streams(loop) as turn:
-        serving.model.profile = cProfile.Profile()
+        serving.model.profile = cProfile.Profile(time.thread_time)
         for _ in range(TURNS):
             turn()
         made, serving.model.profile = serving.model.profile, None
@@ -343,7 +370,11 @@ def of_vllm(python: str, running: int) -> dict[str, float]:
     """vLLM's microseconds a step, by part."""
     script = Path(__file__).with_name("engine_thread_vllm.py")
     run = subprocess.run(
-        [python, str(script), str(running)], env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True, check=True
+        [python, str(script), str(running)],
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     figures: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
     return figures
@@ -364,16 +395,15 @@ def main() -> None:
             profile(args.shape, running)
         return
     figures: dict[str, Any] = {}
-    shown = Table("CPU us a step", "running", "engine's thread", "least", "event loop")
+    shown = Table("CPU us a step", "running", "engine's thread", "least", "beside consumers", "event loop")
     with Console(stderr=True).status("measuring"):
         for running in args.running:
-            figures[f"{running}"] = measure(args.shape, running, args.only)
-            for name, row in figures[f"{running}"].items():
-                shown.add_row(name, f"{running:,}", *(f"{row[part]:,.0f}" for part in ("thread", "thread_least", "event_loop")))
+            rows = figures[f"{running}"] = measure(args.shape, running, args.only)
             if args.vllm:
-                row = figures[f"{running}"]["vLLM"] = of_vllm(args.vllm, running)
-                for name, us in row.items():
-                    shown.add_row(f"vLLM: {name}", f"{running:,}", f"{us:,.0f}", "", "")
+                rows |= {f"vLLM: {name}": {"thread": us} for name, us in of_vllm(args.vllm, running).items()}
+            for name, row in rows.items():
+                cells = [f"{row[part]:,.0f}" if part in row else "" for part in ("thread", "least", "beside", "loop")]
+                shown.add_row(name, f"{running:,}", *cells)
     if args.json:
         made = {"machine": describe(), "shape": args.shape, "us": figures}
         args.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

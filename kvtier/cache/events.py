@@ -132,5 +132,8 @@ def _among(keys: KeyArray, others: KeyArray) -> npt.NDArray[np.bool_]:
     """The keys that are also among ``others``, as a mask; no key is twice on a side."""
     if not len(keys) or not len(others):
         return np.zeros(len(keys), bool)
+    halves = np.isin(keys[:, 0], others[:, 0])
+    if not halves.any():  # nothing has only moved to another block
+        return halves
     mine, theirs = (np.ascontiguousarray(side).view(_KEY).reshape(-1) for side in (keys, others))
     return np.isin(mine, theirs, assume_unique=True)
