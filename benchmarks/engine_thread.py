@@ -6,7 +6,7 @@ is held up; of the same thread while the loop's coroutines read each step's toke
 loop. The cases take turns; the median of the turns counts.
 
 ``--vllm``: a Python that has vLLM. Its scheduler's ``schedule`` and ``update_from_output`` and its ``OutputProcessor``
-do the same work (``engine_thread_vllm.py``).
+have the same work (``benchmarks/vllm/engine_thread.py``).
 """
 
 from __future__ import annotations
@@ -368,10 +368,9 @@ def profile(shape: str, running: int) -> None:
 
 def of_vllm(python: str, running: int) -> dict[str, float]:
     """vLLM's microseconds a step, by part."""
-    script = Path(__file__).with_name("engine_thread_vllm.py")
     run = subprocess.run(
-        [python, str(script), str(running)],
-        env=os.environ | {"PYTHONPATH": ""},
+        [python, "-m", "benchmarks.vllm.engine_thread", str(running)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
         capture_output=True,
         text=True,
         check=True,
