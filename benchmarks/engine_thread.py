@@ -333,7 +333,7 @@ def cases(shape: str, running: int, loop: Loop) -> dict[str, Any]:
     }
 
 
-def measure(shape: str, running: int, only: str = "") -> dict[str, dict[str, float]]:
+def measure(shape: str, running: int, turn_count: int, only: str = "") -> dict[str, dict[str, float]]:
     """Microseconds a step, by case."""
     loop = Loop()
     turns: dict[str, Turn] = {}
@@ -342,7 +342,7 @@ def measure(shape: str, running: int, only: str = "") -> dict[str, dict[str, flo
         for name, case in made.items():
             turns[name] = case.__enter__()
         found: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
-        for _ in range(TURNS):
+        for _ in range(turn_count):
             for name, turn in turns.items():
                 found[name].append(turn())
     finally:
@@ -383,6 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
     parser.add_argument("--running", type=int, nargs="+", default=RUNNING)
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--shape", default="L", choices=SHAPES)
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--only", default="", help="cases whose names have this in them")
@@ -397,7 +398,7 @@ def main() -> None:
     shown = Table("CPU us a step", "running", "engine's thread", "least", "beside consumers", "event loop")
     with Console(stderr=True).status("measuring"):
         for running in args.running:
-            rows = figures[f"{running}"] = measure(args.shape, running, args.only)
+            rows = figures[f"{running}"] = measure(args.shape, running, args.turns, args.only)
             if args.vllm:
                 rows |= {f"vLLM: {name}": {"thread": us} for name, us in of_vllm(args.vllm, running).items()}
             for name, row in rows.items():

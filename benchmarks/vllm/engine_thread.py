@@ -1,8 +1,8 @@
 """``PYTHONPATH=. PYTHON -m benchmarks.vllm.engine_thread RUNNING``: what the vLLM of PYTHON does beside the forward.
 
 Its real scheduler and its real ``OutputProcessor`` for requests that decode, with tokens given, no detokenization, and
-statistics on. CPU microseconds a step of one thread, as JSON: ``schedule`` and ``update_from_output`` are of the engine's
-process, ``process_outputs`` is of the frontend's. What carries outputs between the two is not in it.
+statistics on. CPU microseconds a step of one thread, as JSON. ``schedule`` and ``update_from_output`` are of the
+engine's process, ``process_outputs`` is of the frontend's. What carries outputs between the two is not in it.
 """
 
 from __future__ import annotations

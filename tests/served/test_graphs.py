@@ -55,7 +55,7 @@ def test_buckets(max_running: int, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(("tokens", "entries", "decode"), [(0, 0, False), (3, 3, True), (4, 3, False), (1, 1, True)])
 def test_decode_steps_have_one_token_an_entry(tokens: int, entries: int, decode: bool) -> None:
-    assert is_decode(SimpleNamespace(num_tokens=tokens, request_ids=["r"] * entries)) is decode
+    assert is_decode(SimpleNamespace(num_tokens=tokens, rows=[0] * entries)) is decode
 
 
 # --- real models, FlashInfer's Python, stand-in kernels ---------------------------------------------------------------
