@@ -117,7 +117,7 @@ def test_entries_that_are_not_sampled_have_no_logits(serve: Callable[..., Servin
     every = graphs.forward(step)
     assert every is not None
     every = every.clone()
-    names = ("num_tokens", "request_ids", "token_ids", "positions", "group")
+    names = ("num_tokens", "rows", "token_ids", "positions", "group")
     for rows in ([1], [0, 2], []):
         part = SimpleNamespace(**{name: getattr(step, name) for name in names}, sample_rows=np.array(rows, np.int32))
         got = graphs.forward(part)
