@@ -198,7 +198,7 @@ def first_token(llm: LLM, name: str, prompt: np.ndarray) -> FirstToken:
     llm.engine.add(Request(name, prompt, 1), SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     while llm.engine.has_work():
         output = step(llm)
-        if output.token_ids:
+        if len(output.token_ids):
             seconds = time.perf_counter() - begun
         reports += output.finished
     return FirstToken(seconds, reports[0].cached_tokens)

@@ -99,7 +99,7 @@ def made_up_grammar(vocabulary: int) -> Grammar:
 def measure_more(kind: str, logits: Tensor, grammar: Grammar, repeats: int) -> dict[str, dict[str, float]]:
     """The present way on logits float32 [n, vocab]."""
     random = np.random.default_rng(0)
-    states, sampler = [], Sampler()
+    states, sampler = [], Sampler(len(logits))
     for row in range(len(logits)):
         params = SamplingParams(seed=row, **MORE[kind])
         matcher = None if params.structured_outputs is None else grammar.matcher()
@@ -107,9 +107,12 @@ def measure_more(kind: str, logits: Tensor, grammar: Grammar, repeats: int) -> d
             matcher.inner.accept_string('{"name": "ab')
         prompt = random.integers(0, logits.shape[1], PROMPT_TOKENS)
         states.append(SamplingState.of(params, prompt, [logits.shape[1] - 1], matcher))
+        sampler.rows.enter(row, states[-1])
+    rows, drawn = np.arange(len(logits)), np.zeros(len(logits), np.uint64)
 
     def step() -> None:
-        chosen = sampler.choose(logits, states)
+        chosen = sampler.choose(logits, rows, drawn)
+        drawn[:] += 1
         for state, token in zip(states, chosen.ids.tolist(), strict=True):
             if state.matcher is None:
                 state.take(token)
@@ -120,12 +123,14 @@ def measure_more(kind: str, logits: Tensor, grammar: Grammar, repeats: int) -> d
 def measure(kind: str, logits: Tensor, repeats: int) -> dict[str, dict[str, float]]:
     """Both ways on the same logits float32 [n, vocab]."""
     params = [SamplingParams(seed=row, **KINDS[kind]) for row in range(len(logits))]
-    states, sampler = [SamplingState.of(p) for p in params], Sampler()
+    sampler = Sampler(len(logits))
+    for row, one in enumerate(params):
+        sampler.rows.enter(row, SamplingState.of(one))
+    rows, drawn = np.arange(len(logits)), np.zeros(len(logits), np.uint64)
 
     def step() -> None:
-        sampler.choose(logits, states)
-        for state in states:
-            state.take(0)
+        sampler.choose(logits, rows, drawn)
+        drawn[:] += 1
 
     generators = [torch.Generator().manual_seed(row) for row in range(len(logits) if kind != "greedy" else 0)]
     return {

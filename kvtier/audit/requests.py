@@ -100,7 +100,7 @@ def _audit_roster(coordinator: Coordinator, driver: Driver, rows: list[int]) -> 
         yield Violation("I2", f"rows {sorted(roster.free_rows)} are free, {sorted(rows)} are not")
     ids = [seq.request.request_id for seq in driver.roster.running]
     holders = [roster.holders[row] for row in rows]
-    if holders != driver.roster.running or not roster.ids(at) == roster.all_ids() == ids:
+    if holders != driver.roster.running or not roster.ids(at) == roster.names() == ids:
         yield Violation("I2", "rows lead to other requests than those that have them")
     if not np.array_equal(roster.rows(), at):
         yield Violation("I9", f"rows in service order are {rows}, not {roster.rows().tolist()}")

@@ -65,8 +65,9 @@ class _Seen:
         for g, group in enumerate(self._groups):
             at = changed[group_of == g]
             gone, come = self._keys[at[self._ready[at]]], key[at[mark[at] == _READY]]
+            have_common = _may_have_common(gone, come)
             for kind, mine, others in ((EventKind.REMOVED, gone, come), (EventKind.STORED, come, gone)):
-                left = mine[~_among(mine, others)]
+                left = mine[~_among(mine, others)] if have_common else mine
                 if len(left):
                     yield KVEvent(kind, self._tier, group, left)
         self._ready[changed], self._keys[changed] = mark[changed] == _READY, key[changed]
@@ -126,6 +127,12 @@ class HostEvents:
     def poll(self) -> list[KVEvent]:
         """Two events a group at most: removed keys, added keys. Call it from the thread of the books' other calls."""
         return list(self._seen.poll())
+
+
+def _may_have_common(some: KeyArray, others: KeyArray) -> bool:
+    """Whether a first half of a key is on both sides; most often nothing has only moved to another block."""
+    halves = np.sort(np.concatenate([some[:, 0], others[:, 0]]))
+    return bool((halves[1:] == halves[:-1]).any())
 
 
 def _among(keys: KeyArray, others: KeyArray) -> npt.NDArray[np.bool_]:

@@ -111,7 +111,7 @@ class Admission:
             entries.placed[row] = 0  # the row's previous request has left it
             if seq.state is State.RUNNING:
                 self._first_chunk(seq, entries, promised, budget)
-                self._coordinator.evictions.note([seq.request.request_id])
+                self._coordinator.evictions.note(seq.request.request_id)
 
     def _wait(
         self,

@@ -163,7 +163,7 @@ class Coordinator:
             self.retention.keep_in_host(seq, *hit, match.at[match.device > 0])
             if not seq.course.went_on_from:  # others want it too; it may be content that windows have passed
                 self._offer(seq, [match.num_tokens])
-        self.evictions.note([seq.request.request_id])
+        self.evictions.note(seq.request.request_id)
         return True
 
     def _fill_row(self, seq: Tracked, match: Match, row: int, loads: Loads) -> None:

@@ -95,7 +95,7 @@ class Entries:
             tokens = roster.of_row(rows[k]).tokens
             at = slice(made.query_start[k], made.query_start[k + 1])
             made.token_ids[at] = tokens[made.starts[k] : ends[k]]
-        ids = roster.all_ids() if n == len(roster.running) else roster.ids(rows)
+        ids = roster.names() if n == len(roster.running) else roster.ids(rows)
         return Step(tables, self._exports, ids, self._cut(n, self._tokens, num_sampled, num_prefills), longest)
 
     def _cut(self, n: int, tokens: int, sampled: int, prefills: int) -> Arrays:

@@ -1,17 +1,20 @@
 """Which requests' blocks pushed cached content out of either tier.
 
 Owns       the counters of evictions as they were at the last look.
-Promises   the events of a journal add up to the pools' counters. Without a journal, nothing is looked at.
+Promises   the events of a journal add up to the pools' counters. Without a journal, nothing is looked at. Of many
+           requests, names are looked up only if the event does not name them yet.
 Does not   evict.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.coordinator.roster import Roster
 from kvtier.gpu_pool.block_table import BlockTables
@@ -22,6 +25,19 @@ T = TypeVar("T")
 
 TOGETHER_S = 1.0
 """For how long an event takes in what follows it."""
+
+Blocks = Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """An event of several requests, which takes in what follows it."""
+
+    number: int
+    at_s: float
+    fact: PushedOut
+    told: npt.NDArray[np.int64]
+    """[num_rows], which request of the row it names (``Roster.numbers``)."""
 
 
 class EvictionWatch:
@@ -34,37 +50,53 @@ class EvictionWatch:
         tiers = [("device", tables.pools)] if host is None else [("device", tables.pools), ("host", host)]
         self._tiers = [(tier, pools.column(Col.EVICTED)) for tier, pools in tiers]
         self._seen = [now.tobytes() for _, now in self._tiers]
-        self._last: list[tuple[int, float, PushedOut | None]] = [(0, 0.0, None) for _ in self._tiers]
+        self._last: dict[str, _Shared] = {}
 
     @property
     def _has_news(self) -> bool:
         return any(now.tobytes() != seen for (_, now), seen in zip(self._tiers, self._seen, strict=True))
 
-    def note(self, by: Sequence[str]) -> None:
-        """What was evicted since the last look was evicted for these requests."""
-        if not self._journal.is_on:
-            return
+    def _news(self) -> Iterator[tuple[str, Blocks]]:
+        """The tiers that have evicted something since the last look, and how many blocks by group."""
         for i, (tier, now) in enumerate(self._tiers):
             if now.tobytes() != self._seen[i]:
                 more = (now - np.frombuffer(self._seen[i], np.int64)).tolist()
-                blocks = {name: n for name, n in zip(self._names, more, strict=True) if n}
                 self._seen[i] = now.tobytes()
-                self._tell(i, PushedOut(tier, blocks, tuple(by)))
+                yield tier, {name: n for name, n in zip(self._names, more, strict=True) if n}
 
-    def _tell(self, i: int, fact: PushedOut) -> None:
+    def note(self, by: str) -> None:
+        """What was evicted since the last look was evicted for this request."""
+        if self._journal.is_on:
+            for tier, blocks in self._news():
+                self._last.pop(tier, None)
+                self._journal.add("", PushedOut(tier, blocks, (by,)))
+
+    def note_rows(self, rows: npt.NDArray[np.int32], roster: Roster) -> None:
+        """What was evicted since the last look was evicted for the requests that have these rows, or had them last."""
+        if self._journal.is_on:
+            for tier, blocks in self._news():
+                if len(rows) > 1:
+                    self._tell(tier, blocks, rows, roster)
+                else:
+                    self._last.pop(tier, None)
+                    self._journal.add("", PushedOut(tier, blocks, tuple(roster.ids(rows))))
+
+    def _tell(self, tier: str, blocks: Blocks, rows: npt.NDArray[np.int32], roster: Roster) -> None:
         """Batches that push out content step after step share an event a second, unless something else happens."""
-        number, at_s, last = self._last[i]
-        now = time.perf_counter()
-        if len(fact.by) > 1 and last is not None and self._journal.count - number <= 2 and now - at_s < TOGETHER_S:
-            names = dict.fromkeys((*last.blocks, *fact.blocks))
-            blocks = {name: last.blocks.get(name, 0) + fact.blocks.get(name, 0) for name in names}
-            last = PushedOut(fact.tier, blocks, tuple(dict.fromkeys((*last.by, *fact.by))))
-            self._journal.replace(number, last)
-            self._last[i] = number, at_s, last
-            return
-        is_shared = len(fact.by) > 1
-        self._last[i] = self._journal.count, now, fact if is_shared else None
-        self._journal.add("", fact)
+        last, now, numbers = self._last.get(tier), time.perf_counter(), roster.numbers
+        if last is None or self._journal.count - last.number > 2 or now - last.at_s >= TOGETHER_S:
+            fact = PushedOut(tier, blocks, tuple(roster.ids(rows)))
+            last = self._last[tier] = _Shared(self._journal.count, now, fact, np.zeros_like(numbers))
+            self._journal.add("", fact)
+        else:
+            by, new = last.fact.by, rows[last.told[rows] != numbers[rows]]
+            if len(new):
+                by = tuple(dict.fromkeys((*by, *roster.ids(new))))
+            names = dict.fromkeys((*last.fact.blocks, *blocks))
+            total = {name: last.fact.blocks.get(name, 0) + blocks.get(name, 0) for name in names}
+            last.fact = PushedOut(tier, total, by)
+            self._journal.replace(last.number, last.fact)
+        last.told[rows] = numbers[rows]
 
     def around(self, take: Callable[[], T], roster: Roster) -> T:
         """Runs ``take``. What is evicted meanwhile is evicted for the rows that have taken blocks."""
@@ -74,5 +106,5 @@ class EvictionWatch:
         result = take()
         if self._has_news:
             takers = np.flatnonzero((self._tables.arrays.hi > held).any(0))
-            self.note(roster.ids(takers.astype(np.int32)))
+            self.note_rows(takers.astype(np.int32), roster)
         return result

@@ -216,7 +216,7 @@ class CacheManager:
             for seq, reason in [*self._running.advance(ids, [])]:
                 self._finish(seq, reason)
         self._connector.submit_planned()
-        self._coordinator.evictions.note(step.request_ids)
+        self._coordinator.evictions.note_rows(self._running.entries.due.rows, self._running.roster)
         reports = self.reports.take()
         self._core.check("commit")
         return reports

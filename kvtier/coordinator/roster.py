@@ -32,6 +32,8 @@ class Roster:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._by_row: list[Tracked | None] = [None] * num_rows
         self._ids = np.full(num_rows, "", object)
+        self.numbers = np.zeros(num_rows, np.int64)
+        """[num_rows], of the request that has a row or had it last, in the order of arrival, from 1 on; 0: none had."""
         self._rows: npt.NDArray[np.int32] | None = None
         self._loading: list[Tracked] = []
         self._names: list[str] | None = None
@@ -87,11 +89,11 @@ class Roster:
         ids: list[str] = self._ids[rows].tolist()
         return ids
 
-    def all_ids(self) -> list[str]:
-        """Request ids of the running requests, in service order."""
+    def names(self) -> list[str]:
+        """Request ids of the running requests, in service order; kept until requests come or go, and never changed."""
         if self._names is None:
             self._names = self.ids(self.rows())
-        return self._names.copy()
+        return self._names
 
     def rows(self) -> npt.NDArray[np.int32]:
         """Rows of the running requests, in service order; kept until requests come or go."""
@@ -119,6 +121,7 @@ class Roster:
         insort(self.running, seq, key=_order)
         self._by_row[seq.row] = seq
         self._ids[seq.row] = seq.request.request_id
+        self.numbers[seq.row] = seq.arrival + 1
         if seq.state is State.LOADING:
             self._loading.append(seq)
         self._changed()

@@ -110,7 +110,7 @@ class Scheduler:
     @property
     def running_ids(self) -> list[str]:
         """Ids of the requests that hold a row, in service order."""
-        return self._roster.all_ids()
+        return self._roster.names().copy()
 
     def has_work(self) -> bool:
         """True until every request is reported and every transfer has settled.
@@ -164,6 +164,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold a row, including requests whose loads are under way."""
         return len(self._roster.running)
+
+    @property
+    def max_running(self) -> int:
+        """Requests that can hold a row at a time: rows are numbers below this."""
+        return len(self._roster.running) + self._roster.num_free_rows
 
     def count_waiting(self) -> dict[str, int]:
         """Requests that hold nothing yet, by why they wait (``Wait``); from any thread."""
@@ -291,7 +296,7 @@ class Scheduler:
         self._coordinator.door.poll()
         self._connector.submit_planned()
         if self._journal.is_on:
-            self._coordinator.evictions.note(step.request_ids)
+            self._coordinator.evictions.note_rows(self._entries.due.rows, self._roster)
         reports = self.reports.take()
         if reports:
             self._inbox.forget(report.request_id for report in reports)

@@ -97,10 +97,11 @@ class Step:
         self,
         tables: BlockTables,
         exports: Exports,
-        request_ids: list[str],
+        names: list[str],
         arrays: Arrays,
         longest: int,
     ) -> None:
+        """``names``: R ids; nobody changes them."""
         self._tables = tables
         self._exports = exports
         self._longest = longest
@@ -109,8 +110,8 @@ class Step:
         self._block_tables: list[Int32s] | None = None
         self._pages: list[Paged] | None = None
         self._open = True
-        self.request_ids = request_ids
-        """R ids, in service order."""
+        self._names = names
+        self._request_ids: list[str] | None = None
         self.rows = arrays.rows
         """int32 [R], row of each entry in the persistent tables."""
         self.token_ids = arrays.token_ids
@@ -129,6 +130,13 @@ class Step:
         """int32: the entries that compute tokens of a prompt, or tokens that a preemption has cost."""
         self.num_tokens = len(arrays.token_ids)
         """T; 0 when only copies can make progress."""
+
+    @property
+    def request_ids(self) -> list[str]:
+        """R ids, in service order."""
+        if self._request_ids is None:
+            self._request_ids = self._names.copy()
+        return self._request_ids
 
     def group(self, name: str) -> GroupView:
         """The index arrays of the group called ``name``."""
@@ -184,4 +192,4 @@ class Step:
         self._open = False
 
     def __repr__(self) -> str:
-        return f"Step({len(self.request_ids)} requests, {self.num_tokens} tokens, {len(self.sample_rows)} to sample)"
+        return f"Step({len(self.rows)} requests, {self.num_tokens} tokens, {len(self.sample_rows)} to sample)"

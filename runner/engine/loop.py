@@ -8,11 +8,12 @@ Does not   make text of tokens, or wait for their readers (streams.py). It decid
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from itertools import compress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier import DuplicateRequest, FinishedRequest, KVCache, Request, Scheduler, Step
@@ -24,26 +25,47 @@ from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
 from runner.model.graphs import DecodeGraphs
 from runner.model.hybrid import HybridModel
 from runner.sampling.draw import Chosen, Sampler, SamplingState
-from runner.sampling.logprobs import PromptLogprobs, TokenLogprobs, rows_of_prompts
+from runner.sampling.logprobs import Logprobs, PromptLogprobs, TokenLogprobs, rows_of_prompts
 from runner.sampling.params import SamplingParams
 
 IDLE_WAIT_S = 1.0
 """The longest sleep of a step without tokens before it looks again; an ended copy wakes it at once."""
 
 
+class _Live(NamedTuple):
+    """A request that is not reported yet."""
+
+    sampling: SamplingState
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a forward came to: row int32 [n], token int64 [n], and soundness bool [n] of each sampled request."""
+
+    rows: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    sound: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    chosen: Chosen | None = None
+    prompt_logprobs: Sequence[tuple[str, TokenLogprobs]] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The result of one step. ``token_ids[i]`` is the next token of ``request_ids[i]``."""
+    """The result of one step. ``token_ids[i]``, int64 [n], is the next token of the request that has row ``rows[i]``,
+    int32 [n]."""
 
-    request_ids: list[str]
-    token_ids: list[int]
-    finished: list[FinishedRequest]
-    errors: dict[str, RunnerError]
-    """The errors of requests in ``finished`` that have ended because of an error."""
-    logprobs: dict[str, TokenLogprobs]
-    """Logprobs of the new tokens of requests that asked for them."""
-    prompt_logprobs: list[tuple[str, TokenLogprobs]]
+    rows: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    entered: Sequence[tuple[int, str]] = ()
+    """Rows that have got another request since the last result, and its id."""
+    logprobs: Logprobs | None = None
+    """Logprobs of the new tokens of requests that asked for them, by i."""
+    prompt_logprobs: Sequence[tuple[str, TokenLogprobs]] = ()
     """Logprobs of tokens of their prompts, from the second one on, in order."""
+    finished: Sequence[FinishedRequest] = ()
+    errors: Mapping[str, RunnerError] = field(default_factory=dict)
+    """The errors of requests in ``finished`` that have ended because of an error."""
 
     def check(self) -> None:
         """Raises the error of a forward, if a request has ended with it."""
@@ -73,10 +95,13 @@ class Engine:
         self.scheduler = scheduler
         self.kv_events = kv_events
         self.shares = shares
-        self._live: dict[str, SamplingState] = {}
+        self._live: dict[str, _Live] = {}
         self._prompts: dict[str, PromptLogprobs] = {}
         self._errors: dict[str, RunnerError] = {}
-        self._sampler = Sampler()
+        self._sampler = Sampler(scheduler.max_running)
+        self._prompt_tokens = np.zeros(scheduler.max_running, np.int64)
+        """[max_running], of each row's request."""
+        self._entered: list[tuple[int, str]] = []
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.forward_s = 0.0
@@ -89,7 +114,8 @@ class Engine:
         self.scheduler.check(request)
         if isinstance(sampling, SamplingParams):
             sampling = SamplingState.of(sampling, request.tokens, request.eos_token_ids)
-        if self._live.setdefault(request.request_id, sampling) is not sampling:
+        live = _Live(sampling, len(request.tokens))
+        if self._live.setdefault(request.request_id, live) is not live:
             name = shown(request.request_id)
             raise DuplicateRequest(f"a request {name} is already waiting or running; use another id")
         try:
@@ -126,26 +152,25 @@ class Engine:
         resting = () if self.shares is None or self.shares.are_even else self._resting(self.shares)
         step = self.scheduler.schedule(resting) if resting else self.scheduler.schedule()
         try:
-            names, ids, sound, chosen, of_prompts = self._forward(step)
+            self._enter(step)
+            made = self._forward(step)
         except Exception as problem:
             self._fail(step, problem)
-            return StepOutput([], [], [], {}, {}, [])
+            return StepOutput()
         except BaseException:
             self.scheduler.cancel(step)
             raise
-        tokens, told = ids.tolist(), {}
-        if chosen is not None:
-            if chosen.logprobs is not None:
-                told = {names[row]: one for row, one in chosen.logprobs.by_row()}
-            if not sound.all():
-                names, tokens = self._drop_unsound(names, tokens, sound, chosen)
-        finished = self.scheduler.commit(step, ids)
-        for name, token in zip(names, tokens, strict=True):
-            state = self._live[name]
-            state.take(token)
-            if state.error is not None:
-                self._give_up(name, state.error)
-        self.generated_tokens += len(names)
+        entries, rows, ids = step.sample_rows, made.rows, made.token_ids
+        told = None if made.chosen is None else made.chosen.logprobs
+        if made.chosen is not None and not made.sound.all():
+            self._end_unsound(step, made.sound, made.chosen)
+            good = np.flatnonzero(made.sound)
+            entries, rows, ids = entries[good], rows[good], ids[good]
+            told = None if told is None else told.among(good)
+        finished = self.scheduler.commit(step, made.token_ids)
+        for place, error in self._sampler.rows.take(rows, ids):
+            self._give_up(step.request_ids[entries[place]], error)
+        self.generated_tokens += len(ids)
         if self.kv_events is not None:
             self.kv_events.step(finished)
         errors = {}
@@ -158,41 +183,49 @@ class Engine:
             if name in self._errors:
                 errors[name] = self._errors.pop(name)
         if self.shares is not None:
-            self.shares.note(time.perf_counter() - began_s, step.num_tokens > len(step.request_ids))
+            self.shares.note(time.perf_counter() - began_s, step.num_tokens > len(step.rows))
         if not step.num_tokens and not resting and not finished and self.scheduler.has_work():
             self.scheduler.wait(IDLE_WAIT_S)
-        return StepOutput(names, tokens, finished, errors, told, of_prompts)
+        entered, self._entered = self._entered, []
+        return StepOutput(rows, ids, entered, told, made.prompt_logprobs, finished, errors)
 
     def _resting(self, shares: Shares) -> Collection[str]:
         """The requests that sit the next step out."""
         return shares.resting([name for name in self.scheduler.running_ids if name in self._live])
 
-    def _forward(
-        self, step: Step
-    ) -> tuple[list[str], np.ndarray, np.ndarray, Chosen | None, list[tuple[str, TokenLogprobs]]]:
-        """The sampled requests, their tokens int64 and whether they can be taken, how they were chosen, and the
-        logprobs that prompts asked for."""
-        ids, sound = np.empty(0, np.int64), np.empty(0, np.bool_)
+    def _enter(self, step: Step) -> None:
+        """Notes the requests that have got a row: what a step computes first of each is a part of its prompt."""
+        for entry in step.prefills.tolist():
+            row, name = int(step.rows[entry]), step.request_ids[entry]
+            live = self._live[name]
+            if self._sampler.rows.enter(row, live.sampling):
+                self._prompt_tokens[row] = live.prompt_tokens
+                self._entered.append((row, name))
+
+    def _forward(self, step: Step) -> _Made:
+        """The tokens of the sampled requests, and the logprobs that prompts asked for."""
         if not step.num_tokens:
-            return [], ids, sound, None, []
+            return _Made()
         start = time.perf_counter()
-        names = [step.request_ids[r] for r in step.sample_rows]
+        samples = step.sample_rows
         asking = rows_of_prompts(step, self._prompts) if self._prompts else []
         logits = None if self.graphs is None or asking else self.graphs.forward(step)
         if logits is None:
             also = np.concatenate([rows for _, rows in asking]) if asking else ()
             logits = self.model.forward(step, self.cache, also) if asking else self.model.forward(step, self.cache)
-        of_prompts = [(name, one) for name, one in self._of_prompts(asking, logits[len(names) :])] if asking else []
-        chosen = None
-        if names:
-            chosen = self._sampler.choose(logits[: len(names)], [self._live[name] for name in names])
-            ids, sound = chosen.on_host()
+        of_prompts = [(name, one) for name, one in self._of_prompts(asking, logits[len(samples) :])] if asking else []
+        made = _Made(prompt_logprobs=of_prompts)
+        if len(samples):
+            rows = step.rows[samples]
+            drawn = (step.seq_lens[samples] - self._prompt_tokens[rows]).astype(np.uint64)
+            chosen = self._sampler.choose(logits[: len(samples)], rows, drawn)
+            made = _Made(rows, *chosen.on_host(), chosen, of_prompts)
         took_s = time.perf_counter() - start
         self.forward_s += took_s
-        if step.num_tokens > len(step.request_ids):
+        if step.num_tokens > len(step.rows):
             self.pace.note(np.diff(step.query_start), step.seq_lens, took_s)
         self.computed_tokens += step.num_tokens
-        return names, ids, sound, chosen, of_prompts
+        return made
 
     def _of_prompts(
         self, asking: list[tuple[str, np.ndarray]], logits: torch.Tensor
@@ -201,17 +234,14 @@ class Engine:
             for one in self._prompts[name].of(mine):
                 yield name, one
 
-    def _drop_unsound(
-        self, names: list[str], tokens: list[int], sound: np.ndarray, chosen: Chosen
-    ) -> tuple[list[str], list[int]]:
-        """Ends the requests that have no next token; returns the others."""
-        for row in np.flatnonzero(~sound).tolist():
-            error = chosen.why(row, self.model.dtype)
+    def _end_unsound(self, step: Step, sound: npt.NDArray[np.bool_], chosen: Chosen) -> None:
+        """Ends the requests that have no next token."""
+        for place in np.flatnonzero(~sound).tolist():
+            name, error = step.request_ids[step.sample_rows[place]], chosen.why(place, self.model.dtype)
             if not isinstance(error, NonFiniteLogits):
-                self._give_up(names[row], error)
-            elif self.scheduler.fail(names[row]):  # its K and V are not to be trusted
-                self._errors[names[row]] = error
-        return list(compress(names, sound)), list(compress(tokens, sound))
+                self._give_up(name, error)
+            elif self.scheduler.fail(name):  # its K and V are not to be trusted
+                self._errors[name] = error
 
     def _give_up(self, name: str, error: RunnerError) -> None:
         """Ends a request that cannot go on, though its K and V are right."""
@@ -246,5 +276,6 @@ class Engine:
             if self.kv_events is not None:
                 self.kv_events.step(finished)
         self._live.clear()
+        self._entered.clear()
         self._prompts.clear()
         self._errors.clear()

@@ -1,8 +1,9 @@
 """Tokens on their way from the engine's thread to a waiting consumer.
 
-Owns       the tokens of one request so far, and the mail that says that there are more.
-Promises   the engine's thread never waits for a consumer. A late consumer finds all new tokens in one piece. Only its
-           request's own tokens wait for it.
+Owns       the tokens of one request so far, and the letters that bring them.
+Promises   the engine's thread never waits for a consumer, and does nothing token by token. It sends one letter a step
+           to each event loop, or other thread, that waits; there it is opened. A late consumer finds all new tokens in
+           one piece. Only its request's own tokens wait for it.
 Does not   make text of tokens (``answers.py``).
 """
 
@@ -10,14 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections import deque
+from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier import FinishedRequest, KVTierError
-from runner.sampling.logprobs import TokenLogprobs
+from runner.sampling.logprobs import Logprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class End:
 
 
 class TokenStream:
-    """One request's tokens. The engine's thread appends, one consumer reads. Dropping it gives the request up."""
+    """One request's tokens. Letters bring them, one consumer reads. Dropping it gives the request up."""
 
     __slots__ = ("__weakref__", "end", "first_token_s", "logprobs", "mail", "prompt_logprobs", "tokens")
 
@@ -44,75 +49,144 @@ class TokenStream:
         self.end: End | None = None
 
 
+StreamRef = weakref.ref[TokenStream]
+
+
+@dataclass(slots=True)
+class Letter:
+    """What a step has for the streams of one post.
+
+    Token ``token_ids[i]``, int64 [n], is the next one of ``streams[i]``, [n] weak references. ``logprobs``: of the
+    tokens whose streams asked for them, by i. ``ends``: of requests that were reported. ``lost``: names and errors of
+    requests that never will be.
+    """
+
+    sent_s: float
+    streams: npt.NDArray[np.object_] = field(default_factory=lambda: np.empty(0, object))
+    token_ids: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[tuple[StreamRef, TokenLogprobs]] = field(default_factory=list)
+    ends: list[tuple[StreamRef, FinishedRequest, KVTierError | None]] = field(default_factory=list)
+    lost: list[tuple[StreamRef, str, KVTierError]] = field(default_factory=list)
+
+    def open(self) -> None:
+        """Gives the streams what is theirs, and tells their mail; on the thread of their consumers."""
+        for ref, told in self.prompt_logprobs:
+            if (stream := ref()) is not None:
+                stream.prompt_logprobs.append(told)
+        for place, told in () if self.logprobs is None else self.logprobs.by_row():
+            if (stream := self.streams[place]()) is not None:
+                stream.logprobs.append(told)
+        for ref, token in zip(self.streams.tolist(), self.token_ids.tolist(), strict=True):
+            if (stream := ref()) is not None:
+                if stream.first_token_s is None:
+                    stream.first_token_s = self.sent_s
+                stream.tokens.append(token)
+                stream.mail.tell(stream)
+        for ref, report, error in self.ends:
+            self._end(ref(), report, error)
+        for ref, name, error in self.lost:
+            stream = ref()
+            so_far = [] if stream is None else stream.tokens.copy()
+            self._end(stream, FinishedRequest(name, so_far, "error", {"device": 0, "host": 0}, 0), error)
+
+    def _end(self, stream: TokenStream | None, report: FinishedRequest, error: KVTierError | None) -> None:
+        if stream is not None and stream.end is None:
+            stream.end = End(report, self.sent_s, error)
+            stream.mail.tell(stream)
+
+
+_numbers = count()
+
+
+class Post:
+    """Where the letters for one event loop, or for another waiting thread, go."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        """No other post has it."""
+
+    def send(self, letter: Letter) -> None:
+        """Has the letter opened; called on the engine's thread, once a step at most."""
+        raise NotImplementedError
+
+
 class Mail(Protocol):
     """The news that one consumer waits for."""
 
-    courier: Courier | None
-    """Told at the end of a step; None if ``put`` itself has woken the consumer."""
+    @property
+    def post(self) -> Post:
+        """Where letters for it go."""
+        ...
 
-    def put(self, stream: TokenStream) -> None:
-        """There is something new in a stream; called on the engine's thread."""
+    def tell(self, stream: TokenStream) -> None:
+        """There is something new in a stream; called where letters are opened."""
+        ...
 
 
-class ThreadMail:
+class ThreadMail(Post):
     """Mail for a thread that waits for many streams: ``get`` gives one after another. Safe for signal handlers."""
 
-    courier: Courier | None = None
-
     def __init__(self) -> None:
-        self._queue: SimpleQueue[TokenStream] = SimpleQueue()
-        self._unread: set[TokenStream] = set()
+        super().__init__()
+        self._letters: SimpleQueue[Letter] = SimpleQueue()
+        self._unread: OrderedDict[TokenStream, None] = OrderedDict()
 
-    def put(self, stream: TokenStream) -> None:
-        if stream not in self._unread:
-            self._unread.add(stream)
-            self._queue.put(stream)
+    @property
+    def post(self) -> Post:
+        """Its own: its thread opens the letters."""
+        return self
+
+    def send(self, letter: Letter) -> None:
+        """Keeps the letter for ``get``."""
+        self._letters.put(letter)
+
+    def tell(self, stream: TokenStream) -> None:
+        """``get`` will give it."""
+        self._unread[stream] = None
 
     def get(self, timeout_s: float) -> TokenStream | None:
         """The next stream with something new; waits for it, at most ``timeout_s`` seconds."""
-        try:
-            stream = self._queue.get(timeout=timeout_s)
-        except Empty:
-            return None
-        self._unread.discard(stream)  # before it is read: what comes from here on is new
-        return stream
+        if not self._unread:
+            with suppress(Empty):
+                self._letters.get(timeout=timeout_s).open()
+                while True:
+                    self._letters.get_nowait().open()
+        return self._unread.popitem(last=False)[0] if self._unread else None
 
 
 class LoopMail:
     """Mail for a coroutine that waits for the streams of one call."""
 
     def __init__(self, courier: Courier) -> None:
-        self.courier: Courier | None = courier
-        self._letters = courier.letters
-        self._is_unread = False
+        self._courier = courier
         self._event = asyncio.Event()
 
-    def put(self, stream: TokenStream) -> None:
-        if not self._is_unread:
-            self._is_unread = True
-            self._letters.append(self._event)
+    @property
+    def post(self) -> Post:
+        """The event loop's."""
+        return self._courier
+
+    def tell(self, stream: TokenStream) -> None:
+        """Ends ``news``; called in the event loop."""
+        self._event.set()
 
     async def news(self) -> None:
         """Until there is news that came after the last call."""
         await self._event.wait()
-        self._event.clear()
-        self._is_unread = False  # before it is read: what comes from here on is new
+        self._event.clear()  # before it is read: what comes from here on is new
 
 
-class Courier:
-    """Wakes all of an event loop's coroutines with news from a step, in one call into the loop."""
+class Courier(Post):
+    """Brings letters to all of an event loop's coroutines, each letter in one call into the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
         self._loop = weakref.ref(loop)
-        self.letters: deque[asyncio.Event] = deque()
 
-    def send(self) -> None:
-        """Called on the engine's thread, at the end of a step."""
+    def send(self, letter: Letter) -> None:
+        """Has the letter opened in the loop."""
         loop = self._loop()
-        if self.letters and loop is not None:
+        if loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and so are all its waits
-                loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        while self.letters:
-            self.letters.popleft().set()
+                loop.call_soon_threadsafe(letter.open)

@@ -1,6 +1,6 @@
 """The thread that steps an engine while there is work.
 
-Owns       the thread, and the streams of the requests' tokens.
+Owns       the thread, and weak references to the streams of the requests' tokens.
 Promises   bookkeeping runs on no other thread, so that no signal and no cancelled task leaves it halfway. A request is
            aborted if its stream has no holder any more. If the thread dies, the log has the error with its traceback at
            once, and once; then open requests end with ``EngineDead``. In a forked child every call raises
@@ -23,11 +23,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from kvtier import CacheClosed, FinishedRequest, KVTierError, Request
+from kvtier import CacheClosed, KVTierError, Request
 from kvtier.machine.forks import of_another_process, watch
 from kvtier.machine.wakeup import Wakeup
 from runner.engine.loop import Engine
-from runner.engine.streams import Courier, End, TokenStream
+from runner.engine.readers import Letters, Readers
+from runner.engine.streams import StreamRef, TokenStream
 from runner.errors import EngineDead
 from runner.sampling.state import SamplingState
 
@@ -62,6 +63,7 @@ class EngineThread:
         self._streams: dict[str, weakref.ref[TokenStream]] = {}
         self._calls: deque[_Call] = deque()
         """Calls to run between two steps, in their order."""
+        self._readers = Readers(engine.scheduler.max_running)
         self._shared = _Shared()
         self._stop = weakref.finalize(self, _stop, self._shared)
         self.death: BaseException | None = None
@@ -169,7 +171,7 @@ class EngineThread:
         self._step()
         return True
 
-    def _add(self, requests: Sequence[tuple[Request, SamplingState, weakref.ref[TokenStream]]], share: str) -> None:
+    def _add(self, requests: Sequence[tuple[Request, SamplingState, StreamRef]], share: str) -> None:
         for request, state, ref in requests:
             stream, name = ref(), request.request_id
             if stream is None:
@@ -182,20 +184,16 @@ class EngineThread:
             self._streams[name] = weakref.ref(stream, partial(self._drop, name))
             del stream
 
-    def _refuse(
-        self, requests: Sequence[tuple[Request, SamplingState, weakref.ref[TokenStream]]], error: KVTierError
-    ) -> None:
-        self._end_streams([(request.request_id, ref()) for request, _, ref in requests], error)
+    def _refuse(self, requests: Sequence[tuple[Request, SamplingState, StreamRef]], error: KVTierError) -> None:
+        self._lose([(request.request_id, ref()) for request, _, ref in requests], error)
 
-    def _end_streams(self, streams: Sequence[tuple[str, TokenStream | None]], error: KVTierError) -> None:
-        couriers, now = set[Courier](), time.perf_counter()
+    def _lose(self, streams: Sequence[tuple[str, TokenStream | None]], error: KVTierError) -> None:
+        """Ends the streams of requests that nobody will report."""
+        letters = Letters()
         for name, stream in streams:
-            if stream is not None and stream.end is None:
-                report = FinishedRequest(name, list(stream.tokens), "error", {"device": 0, "host": 0}, 0)
-                stream.end = End(report, now, error)
-                _tell(stream, couriers)
-        for courier in couriers:
-            courier.send()
+            if stream is not None:
+                letters.to(stream.mail.post).lost.append((weakref.ref(stream), name, error))
+        letters.send()
 
     def _stream(self, request_id: str) -> TokenStream | None:
         """The stream of a request with a reader."""
@@ -204,29 +202,20 @@ class EngineThread:
 
     def _step(self) -> None:
         output = self._engine.step()
-        couriers: set[Courier] = set()
-        now = time.perf_counter()
+        for row, name in output.entered:
+            self._readers.enter(row, self._stream(name))
+        letters = self._readers.letters(output.rows, output.token_ids, output.logprobs)
         for name, told in output.prompt_logprobs:
             stream = self._stream(name)
             if stream is not None:
-                stream.prompt_logprobs.append(told)
-        for name, token in zip(output.request_ids, output.token_ids, strict=True):
-            stream = self._stream(name)
-            if stream is not None:
-                if stream.first_token_s is None:
-                    stream.first_token_s = now
-                if name in output.logprobs:
-                    stream.logprobs.append(output.logprobs[name])
-                stream.tokens.append(token)  # last: whoever sees it finds the rest
-                _tell(stream, couriers)
+                letters.to(stream.mail.post).prompt_logprobs.append((weakref.ref(stream), told))
         for report in output.finished:
             stream = self._stream(report.request_id)
             self._streams.pop(report.request_id, None)
             if stream is not None:
-                stream.end = End(report, now, output.errors.get(report.request_id))
-                _tell(stream, couriers)
-        for courier in couriers:
-            courier.send()
+                error = output.errors.get(report.request_id)
+                letters.to(stream.mail.post).ends.append((weakref.ref(stream), report, error))
+        letters.send()
 
     def _die(self, problem: BaseException) -> None:
         self.death = problem
@@ -249,7 +238,7 @@ class EngineThread:
         while self._streams:
             name, ref = self._streams.popitem()
             open_ones.append((name, ref()))
-        self._end_streams(open_ones, error)
+        self._lose(open_ones, error)
 
 
 def _told(death: BaseException) -> str:
@@ -267,12 +256,6 @@ def _answer(future: Future[T], function: Callable[[], T]) -> None:
 def _fail(future: Future[Any], error: KVTierError) -> None:
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
-
-
-def _tell(stream: TokenStream, couriers: set[Courier]) -> None:
-    stream.mail.put(stream)
-    if stream.mail.courier is not None:
-        couriers.add(stream.mail.courier)
 
 
 def _run(owner: weakref.ref[EngineThread], shared: _Shared) -> None:

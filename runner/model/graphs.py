@@ -80,7 +80,7 @@ def bucket_for(entries: int, sizes: Sequence[int]) -> int | None:
 
 def is_decode(step: Step) -> bool:
     """Whether every entry computes exactly one token."""
-    return 0 < step.num_tokens == len(step.request_ids)
+    return 0 < step.num_tokens == len(step.rows)
 
 
 def most_pages(group: GroupSpec, blocks: int, rows: int, max_tokens: int | None) -> int:
@@ -221,7 +221,7 @@ class DecodeGraphs:
         if not self._buckets or not is_decode(step):
             self._run_eagerly()
             return None
-        size = bucket_for(len(step.request_ids), sorted(self._buckets))
+        size = bucket_for(len(step.rows), sorted(self._buckets))
         if size is None:
             self._run_eagerly(f"steps of more than {max(self._buckets)} entries are not captured")
             return None
@@ -233,7 +233,7 @@ class DecodeGraphs:
         replay()
         self.replayed += 1
         rows = np.asarray(step.sample_rows)
-        if len(rows) == len(step.request_ids):
+        if len(rows) == len(step.rows):
             return logits[: len(rows)]
         return logits[torch.as_tensor(rows.astype(np.int64)).to(logits.device, non_blocking=True)]
 

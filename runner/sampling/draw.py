@@ -1,6 +1,7 @@
 """The choice of a batch's next tokens, all rows at once.
 
-Owns       a batch's sampling parameters, as arrays that last while the same requests are sampled together.
+Owns       a batch's sampling parameters, as arrays that last while the same requests are sampled together. They are cut
+           from the records of all rows (``rows.py``).
 Promises   a row's token depends on its own logits and state, bit by bit. It depends neither on the rows beside it, nor
            on its place among them, nor on a step that failed. A row that cannot be sampled harms no other row.
 Does not   sort the vocabulary, or loop over rows or tokens.
@@ -10,10 +11,11 @@ Does not   sort the vocabulary, or loop over rows or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from kvtier.attention.kernels import words
 from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
 from runner.sampling.logits import Edits
 from runner.sampling.logprobs import Logprobs, logprobs
-from runner.sampling.params import GREEDY_BELOW, SamplingParams
+from runner.sampling.rows import Rows, SamplingRows
 from runner.sampling.state import SamplingState
 from runner.sampling.weights import CHUNK, UNIT, by_chunks, chunk_masses, largest, rows_at_once, weigh
 
@@ -36,9 +38,9 @@ Uniforms = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The next token of each row.
+    """The next token of each of n requests.
 
-    ``ids`` int64 [n], and ``sound`` bool [n]: whether it can be taken; an id is 0 if not. ``logprobs``: of the rows
+    ``ids`` int64 [n], and ``sound`` bool [n]: whether it can be taken; an id is 0 if not. ``logprobs``: of the requests
     that asked for them, None if none did.
     """
 
@@ -46,124 +48,123 @@ class Chosen:
     sound: Tensor
     logprobs: Logprobs | None
     _logits: Tensor
-    _states: tuple[SamplingState, ...]
+    _state: Callable[[int], SamplingState]
 
     def on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """``ids`` and ``sound``, once they are known; brought over together."""
         marked = words.fetched(self.ids.where(self.sound, -1)).numpy()
         return np.maximum(marked, 0), marked >= 0
 
-    def why(self, row: int, dtype: object) -> RunnerError:
-        """The reason that a row is not sound; before the logits are written anew. ``dtype``: the model's."""
-        error = self._states[row].error
+    def why(self, place: int, dtype: object) -> RunnerError:
+        """The reason that a token is not sound; before the logits are written anew. ``dtype``: the model's."""
+        error = self._state(place).error
         if error is not None:
             return error
-        if self._logits[row].max().isfinite():
+        if self._logits[place].max().isfinite():
             return NoTokenAllowed("the options of this request leave no token that could come next")
         return NonFiniteLogits(dtype)
 
 
 class Sampler:
-    """Chooses the next tokens of one batch after another."""
+    """Chooses the next tokens of one batch after another, for requests in ``num_rows`` rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
+        self.rows = SamplingRows(num_rows)
         self._batch: SamplingBatch | None = None
 
-    def choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Chosen:
-        """The next token of each row, and whether there is one.
+    def choose(self, logits: Tensor, rows: Rows, drawn: npt.NDArray[np.uint64]) -> Chosen:
+        """The next token of the request in each row, and whether there is one.
 
-        logits float32 [n, vocab] with n >= 1, one state a row -> on the logits' device. Logits and states stay as they
-        are. A token at -inf is never drawn. A row with a NaN, with +inf or with nothing but -inf is not sound.
+        logits float32 [n, vocab] with n >= 1, rows int [n], and the tokens that each request has taken so far, uint64
+        [n] -> on the logits' device. Logits and states stay as they are. A token at -inf is never drawn. Logits with a
+        NaN, with +inf or with nothing but -inf are not sound.
         """
-        if self._batch is None or not self._batch.serves(logits, states):
-            self._batch = SamplingBatch(states, logits.shape[1], logits.device)
-        return self._batch.choose(logits)
+        if self._batch is None or not self._batch.serves(logits, rows):
+            self._batch = SamplingBatch(self.rows, rows, logits.shape[1], logits.device)
+        return self._batch.choose(logits, drawn)
 
 
 class SamplingBatch:
     """The parameters of requests that are sampled together."""
 
-    def __init__(self, states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> None:
-        self._states = tuple(states)
+    def __init__(self, given: SamplingRows, rows: Rows, vocabulary: int, device: torch.device) -> None:
+        self._given, self._rows = given, rows
         self._vocabulary, self._device = vocabulary, device
-        self._seeds = np.array([state.seed for state in states], np.uint64)
-        alike: dict[_Way, list[int]] = {}
-        for row, state in enumerate(states):
-            way = _way(state.params, vocabulary)
-            if way is not None:
-                alike.setdefault(way, []).append(row)
+        records = given.records[rows]
+        self._entries, self._seeds = records["entry"], records["seed"]
         slab = rows_at_once(vocabulary, device)
         self._groups = [
-            (way, _Rows(rows[i : i + slab], self._states, device))
-            for way, rows in alike.items()
-            for i in range(0, len(rows), slab)
+            (way, _Drawn(places[i : i + slab], records, device))
+            for way, places in _ways(records, vocabulary)
+            for i in range(0, len(places), slab)
         ]
-        self._edits = Edits.of(states, vocabulary, device)
-        asked = [(row, k) for row, state in enumerate(states) if (k := state.params.logprobs) is not None]
-        self._most_logprobs = max((k for _, k in asked), default=0)
-        self._asked = torch.tensor([row for row, _ in asked], device=device) if asked else None
+        edited = {place: self._state(place) for place in np.flatnonzero(records["is_edited"]).tolist()}
+        self._edits = Edits.of(edited, len(rows), vocabulary, device) if edited else None
+        asked = np.flatnonzero(records["tells"])
+        self._most_logprobs = int(records["logprobs"].max())
+        self._asked = torch.from_numpy(asked).to(device) if len(asked) else None
 
-    def serves(self, logits: Tensor, states: Sequence[SamplingState]) -> bool:
-        """Whether the arrays are of these requests, in this order."""
-        return (
-            len(states) == len(self._states)
-            and all(a is b for a, b in zip(states, self._states, strict=True))
-            and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
-        )
+    def serves(self, logits: Tensor, rows: Rows) -> bool:
+        """Whether the arrays are of the requests in these rows, in this order."""
+        there = np.array_equal(self._given.records["entry"][rows], self._entries)
+        return there and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
 
-    def choose(self, given: Tensor) -> Chosen:
-        """Chooses a token for each row, as ``Sampler.choose`` does."""
-        drawn = np.array([state.drawn for state in self._states], np.uint64)
+    def choose(self, given: Tensor, drawn: npt.NDArray[np.uint64]) -> Chosen:
+        """Chooses a token for each request, as ``Sampler.choose`` does."""
         logits = given if self._edits is None else self._edits.applied(given, drawn)
         ids = logits.argmax(dim=-1, keepdim=True)
         best = logits.gather(1, ids)  # a NaN counts as the largest, then +inf; -inf is here only if all are
-        sound = best.isfinite()
+        sound = best.abs() < torch.inf
         for way, group in self._groups:
-            uniforms = partial(_uniforms, self._seeds[group.rows], drawn[group.rows], self._device)
+            uniforms = partial(_uniforms, self._seeds[group.places], drawn[group.places], self._device)
             at = group.index
             ids[at] = way(logits[at], best[at], sound[at], group, uniforms)
         ids, sound = ids.where(sound, 0)[:, 0], sound[:, 0]
         told = None if self._asked is None else logprobs(given, ids, self._most_logprobs, self._asked)
-        return Chosen(ids, sound, told, given, self._states)
+        return Chosen(ids, sound, told, given, self._state)
+
+    def _state(self, place: int) -> SamplingState:
+        return self._given.state(self._rows[place])
 
 
-class _Rows:
-    """Rows that are drawn in the same way, with their parameters as columns [m, 1]."""
+class _Drawn:
+    """Requests that are drawn in the same way, with their parameters as columns [m, 1]."""
 
-    def __init__(self, rows: list[int], states: Sequence[SamplingState], device: torch.device) -> None:
-        params = [states[row].params for row in rows]
-        hottest = torch.finfo(torch.float32).max
-        temperature = torch.tensor([[min(float(p.temperature), hottest)] for p in params], dtype=torch.float32)
-        self.rows = np.array(rows)
-        self.index = slice(None) if len(rows) == len(states) else torch.tensor(rows, device=device)
-        self.temperature = temperature.to(device)
-        self.top_p = torch.tensor([[float(p.top_p)] for p in params], dtype=torch.float64, device=device)
-        self.min_p = None
-        if any(p.min_p > 0 for p in params):
-            self.min_p = torch.tensor([[float(p.min_p)] for p in params], dtype=torch.float32, device=device)
-        self.most = max(p.top_k for p in params)
-        self.top_k = torch.tensor([[min(p.top_k, 2**62)] for p in params], device=device)
+    def __init__(self, places: npt.NDArray[np.int64], records: npt.NDArray[Any], device: torch.device) -> None:
+        """``places``: theirs in the batch, int64 [m]; ``records`` [n]: of the whole batch."""
+        mine = records[places]
+
+        def column(name: str) -> Tensor:
+            return torch.from_numpy(mine[name].copy()[:, None]).to(device)
+
+        self.places = places
+        self.index = slice(None) if len(places) == len(records) else torch.from_numpy(places).to(device)
+        self.temperature, self.top_p, self.top_k = column("temperature"), column("top_p"), column("top_k")
+        self.min_p = column("min_p") if mine["min_p"].any() else None
+        self.most = int(mine["top_k"].max())
 
 
-_Way = Callable[[Tensor, Tensor, Tensor, _Rows, Uniforms], Tensor]
+_Way = Callable[[Tensor, Tensor, Tensor, _Drawn, Uniforms], Tensor]
 """logits float32 [m, vocab], the largest of each row [m, 1], whether it is sound bool [m, 1] -> ids int64 [m, 1]."""
 
 
-def _way(params: SamplingParams, vocabulary: int) -> _Way | None:
-    """How to draw from its row; None if the largest logit is the only choice."""
-    if params.temperature < GREEDY_BELOW or params.top_k == 1:
-        return None
-    if 0 < params.top_k < vocabulary:
-        return _among_best
-    return _in_nucleus if params.top_p < 1 else _from_all
+def _ways(records: npt.NDArray[Any], vocabulary: int) -> Iterator[tuple[_Way, npt.NDArray[np.int64]]]:
+    """Ways to draw, and the places of the records that are drawn so; none if the largest logit is the only choice."""
+    drawn = ~records["is_greedy"]
+    is_cut = (records["top_k"] > 0) & (records["top_k"] < vocabulary)
+    is_nucleus = ~is_cut & (records["top_p"] < 1)
+    for way, is_so in ((_among_best, is_cut), (_in_nucleus, is_nucleus), (_from_all, ~is_cut & ~is_nucleus)):
+        places = np.flatnonzero(drawn & is_so)
+        if len(places):
+            yield way, places
 
 
-def _from_all(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
+def _from_all(logits: Tensor, best: Tensor, sound: Tensor, given: _Drawn, uniforms: Uniforms) -> Tensor:
     weights = by_chunks(_weights(logits, best, given), 0.0)
     return _locate(weights, chunk_masses(weights), uniforms(0))
 
 
-def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
+def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Drawn, uniforms: Uniforms) -> Tensor:
     """Draws from the best ``top_k``, or from the part of them in the ``top_p`` nucleus."""
     values, ids = largest(logits, given.most)
     weights = (_weights(values, best, given) * UNIT).long()
@@ -173,7 +174,7 @@ def _among_best(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
     return ids.gather(1, _pick(weights, uniforms(0))[0])
 
 
-def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, uniforms: Uniforms) -> Tensor:
+def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Drawn, uniforms: Uniforms) -> Tensor:
     """Draws from all, and anew if the token lies outside the nucleus, until none does.
 
     Tokens stand in the order of their logits, equal ones in the order of their ids. A token is in the nucleus if all
@@ -201,7 +202,7 @@ def _in_nucleus(logits: Tensor, best: Tensor, sound: Tensor, given: _Rows, unifo
     return chosen
 
 
-def _weights(logits: Tensor, best: Tensor, given: _Rows) -> Tensor:
+def _weights(logits: Tensor, best: Tensor, given: _Drawn) -> Tensor:
     weights = weigh(logits, best, given.temperature)
     return weights if given.min_p is None else weights.masked_fill_(weights < given.min_p, 0.0)
 

@@ -10,7 +10,7 @@ In vLLM's order: grammar, ``allowed_token_ids``, ``bad_words``, ``min_tokens``, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,17 @@ from runner.sampling.state import SamplingState
 Edit = Callable[[Tensor, npt.NDArray[np.uint64]], None]
 """Changes logits float32 [n, vocab] in place, for requests that have taken uint64 [n] tokens."""
 
+States = Mapping[int, SamplingState]
+"""The requests with such parameters, by the rows of their logits."""
+
 NEVER = -torch.inf
+
+
+def are_edited(state: SamplingState) -> bool:
+    """Whether a request's parameters may change its logits."""
+    params = state.params
+    is_held_back = bool(params.min_tokens and state.stop_ids)
+    return bool(state.followers or params.logit_bias or is_held_back) or params.allowed_token_ids is not None
 
 
 class Edits:
@@ -35,10 +45,10 @@ class Edits:
         self._edits = tuple(edits)
 
     @classmethod
-    def of(cls, states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edits | None:
-        """The edits that the states' parameters ask for; None if they ask for nothing."""
-        found = [make(states, vocabulary, device) for make in (_grammars, _allowed, _banned, _held_back, _biased)]
-        edits = [edit for edit in (*found, _penalised(states, vocabulary)) if edit is not None]
+    def of(cls, states: States, rows: int, vocabulary: int, device: torch.device) -> Edits | None:
+        """The edits that parameters ask for, among ``rows`` rows of logits; None if they ask for nothing."""
+        made = [make(states, rows, vocabulary, device) for make in (_grammars, _allowed, _banned, _held_back, _biased)]
+        edits = [edit for edit in (*made, _penalised(states, vocabulary)) if edit is not None]
         return cls(edits) if edits else None
 
     def applied(self, logits: Tensor, drawn: npt.NDArray[np.uint64]) -> Tensor:
@@ -49,15 +59,15 @@ class Edits:
         return changed
 
 
-def _grammars(states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edit | None:
-    held = [(row, s.matcher) for row, s in enumerate(states) if s.matcher is not None]
-    if not held:
+def _grammars(states: States, rows: int, vocabulary: int, device: torch.device) -> Edit | None:
+    matchers = {row: s.matcher for row, s in states.items() if s.matcher is not None}
+    if not matchers:
         return None
-    rows, matchers = zip(*held, strict=True)
-    least = [states[row].params.min_tokens for row in rows]
-    masks = Masks(matchers, len(states) - len(rows), least, [states[row].stop_ids for row in rows], vocabulary)
-    index, numbers = torch.tensor(rows, device=device), np.array(rows)
-    is_all = len(rows) == len(states)
+    least = [states[row].params.min_tokens for row in matchers]
+    stop_ids = [states[row].stop_ids for row in matchers]
+    masks = Masks([*matchers.values()], rows - len(matchers), least, stop_ids, vocabulary)
+    index, numbers = torch.tensor([*matchers], device=device), np.array([*matchers])
+    is_all = len(matchers) == rows
 
     def edit(logits: Tensor, drawn: npt.NDArray[np.uint64]) -> None:
         forbidden = masks.forbidden(drawn[numbers]).to(device)
@@ -69,12 +79,12 @@ def _grammars(states: Sequence[SamplingState], vocabulary: int, device: torch.de
     return edit
 
 
-def _allowed(states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edit | None:
-    rows = [row for row, s in enumerate(states) if s.params.allowed_token_ids is not None]
-    if not rows:
+def _allowed(states: States, rows: int, vocabulary: int, device: torch.device) -> Edit | None:
+    some = [row for row, s in states.items() if s.params.allowed_token_ids is not None]
+    if not some:
         return None
-    kept = _at(rows, [states[row].params.allowed_token_ids or () for row in rows], vocabulary, device)
-    index = torch.tensor(rows, device=device)
+    kept = _at(some, [states[row].params.allowed_token_ids or () for row in some], vocabulary, device)
+    index = torch.tensor(some, device=device)
 
     def edit(logits: Tensor, drawn: npt.NDArray[np.uint64]) -> None:
         values = logits.view(-1)[kept]
@@ -84,28 +94,27 @@ def _allowed(states: Sequence[SamplingState], vocabulary: int, device: torch.dev
     return edit
 
 
-def _banned(states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edit | None:
-    bans = [(row, s.ban) for row, s in enumerate(states) if s.ban is not None]
+def _banned(states: States, rows: int, vocabulary: int, device: torch.device) -> Edit | None:
+    bans = {row: s.ban for row, s in states.items() if s.ban is not None}
     if not bans:
         return None
-    rows = [row for row, _ in bans]
-    always = _at(rows, [ban.always for _, ban in bans], vocabulary, device)
+    always = _at([*bans], [ban.always for ban in bans.values()], vocabulary, device)
 
     def edit(logits: Tensor, drawn: npt.NDArray[np.uint64]) -> None:
-        now = _at(rows, [ban.now for _, ban in bans], vocabulary, device)
+        now = _at([*bans], [ban.now for ban in bans.values()], vocabulary, device)
         logits.view(-1)[torch.cat([always, now])] = NEVER
 
     return edit
 
 
-def _held_back(states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edit | None:
+def _held_back(states: States, rows: int, vocabulary: int, device: torch.device) -> Edit | None:
     """``min_tokens``; a request with a grammar has it in its mask."""
-    rows = [row for row, s in enumerate(states) if s.params.min_tokens and s.stop_ids and s.matcher is None]
-    if not rows:
+    some = [row for row, s in states.items() if s.params.min_tokens and s.stop_ids and s.matcher is None]
+    if not some:
         return None
-    at = positions(rows, [states[row].stop_ids for row in rows], vocabulary)
-    owner = at // vocabulary
-    least = np.array([s.params.min_tokens for s in states], np.uint64)
+    at = positions(some, [states[row].stop_ids for row in some], vocabulary)
+    owner, least = at // vocabulary, np.zeros(rows, np.uint64)
+    least[some] = [states[row].params.min_tokens for row in some]
 
     def edit(logits: Tensor, drawn: npt.NDArray[np.uint64]) -> None:
         due = at[(drawn < least)[owner]]
@@ -115,11 +124,11 @@ def _held_back(states: Sequence[SamplingState], vocabulary: int, device: torch.d
     return edit
 
 
-def _biased(states: Sequence[SamplingState], vocabulary: int, device: torch.device) -> Edit | None:
-    biases = [(row, s.params.logit_bias) for row, s in enumerate(states) if s.params.logit_bias]
+def _biased(states: States, rows: int, vocabulary: int, device: torch.device) -> Edit | None:
+    biases = {row: s.params.logit_bias for row, s in states.items() if s.params.logit_bias}
     if not biases:
         return None
-    known = [(row, {t: b for t, b in bias.items() if t < vocabulary}) for row, bias in biases]
+    known = [(row, {t: b for t, b in bias.items() if t < vocabulary}) for row, bias in biases.items()]
     at = _at([row for row, _ in known], [list(bias) for _, bias in known], vocabulary, device)
     values = torch.tensor([b for _, bias in known for b in bias.values()], dtype=torch.float32, device=device)
 
@@ -129,8 +138,8 @@ def _biased(states: Sequence[SamplingState], vocabulary: int, device: torch.devi
     return edit
 
 
-def _penalised(states: Sequence[SamplingState], vocabulary: int) -> Edit | None:
-    tallied = [(row, s.params, s.tally) for row, s in enumerate(states) if s.tally is not None]
+def _penalised(states: States, vocabulary: int) -> Edit | None:
+    tallied = [(row, s.params, s.tally) for row, s in states.items() if s.tally is not None]
     if not tallied:
         return None
     rows, params, tallies = zip(*tallied, strict=True)

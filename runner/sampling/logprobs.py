@@ -38,6 +38,12 @@ class Logprobs:
         for i, row in enumerate(self.rows.tolist()):
             yield row, TokenLogprobs(self.ids[i], self.logprobs[i], int(self.ranks[i]))
 
+    def among(self, places: npt.NDArray[np.int64]) -> Logprobs:
+        """Those of the rows at ``places``, int64 ascending, which are rows 0, 1 ... there."""
+        rows = np.searchsorted(places, self.rows)
+        kept = np.flatnonzero(np.isin(self.rows, places, assume_unique=True))
+        return Logprobs(rows[kept], self.ids[kept], self.logprobs[kept], self.ranks[kept])
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -73,7 +79,8 @@ def rows_of_prompts(step: Any, prompts: Mapping[str, PromptLogprobs]) -> list[tu
     """Requests that want logits of a step's prompt tokens, and the rows of these tokens, int64."""
     found = []
     starts, positions = np.asarray(step.query_start), np.asarray(step.positions)
-    for entry, name in enumerate(step.request_ids):
+    for entry in np.asarray(step.prefills).tolist():
+        name = step.request_ids[entry]
         if name in prompts:
             first = int(positions[starts[entry]])
             wanted = prompts[name].positions(first, first + int(starts[entry + 1] - starts[entry]))

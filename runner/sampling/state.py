@@ -31,11 +31,10 @@ class Follower(Protocol):
 
 @dataclass(eq=False, slots=True)
 class SamplingState:
-    """One request's. ``drawn``: the tokens that it has taken so far; ``stop_ids``: the tokens that end its text."""
+    """One request's. ``stop_ids``: the tokens that end its text."""
 
     params: SamplingParams
     seed: int
-    drawn: int = 0
     stop_ids: tuple[int, ...] = ()
     tally: Tally | None = None
     ban: Ban | None = None
@@ -71,11 +70,10 @@ class SamplingState:
             tally = Tally()
         ban = Ban(bad_words) if bad_words else None
         followers = tuple(one for one in (tally, ban, matcher) if one is not None)
-        return cls(params, seed, 0, stop_ids, tally, ban, matcher, followers)
+        return cls(params, seed, stop_ids, tally, ban, matcher, followers)
 
     def take(self, token: int) -> None:
-        """The request has taken this token. Raises nothing; ``error`` may be set afterwards."""
-        self.drawn += 1
+        """The request has taken this token: for ``followers``. Raises nothing; ``error`` may be set afterwards."""
         for follower in self.followers:
             follower.take(token)
 

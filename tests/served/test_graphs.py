@@ -56,7 +56,7 @@ def test_buckets(max_running: int, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(("tokens", "entries", "decode"), [(0, 0, False), (3, 3, True), (4, 3, False), (1, 1, True)])
 def test_decode_steps_have_one_token_an_entry(tokens: int, entries: int, decode: bool) -> None:
-    assert is_decode(SimpleNamespace(num_tokens=tokens, request_ids=["r"] * entries)) is decode
+    assert is_decode(SimpleNamespace(num_tokens=tokens, rows=[0] * entries)) is decode
 
 
 # --- real models, FlashInfer's Python, stand-in kernels ---------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_entries_that_are_not_sampled_have_no_logits(serve: Callable[..., Servin
     every = graphs.forward(step)
     assert every is not None
     every = every.clone()
-    names = ("num_tokens", "request_ids", "token_ids", "positions", "group")
+    names = ("num_tokens", "rows", "token_ids", "positions", "group")
     for rows in ([1], [0, 2], []):
         part = SimpleNamespace(**{name: getattr(step, name) for name in names}, sample_rows=np.array(rows, np.int32))
         got = graphs.forward(part)

@@ -19,7 +19,8 @@ from kvtier import InvalidRequest
 from runner import SamplingParams
 from runner.errors import NonFiniteLogits, NoTokenAllowed
 from runner.sampling.bad_words import tokens_of
-from runner.sampling.draw import Sampler, SamplingState
+from runner.sampling.draw import SamplingState
+from served.drawing import Drawing, choose
 
 VOCABULARY = 300
 EOS = (1, 2)
@@ -85,12 +86,12 @@ def expected(row: torch.Tensor, params: dict[str, Any], prompt: list[int], answe
     return Additive(len(prompt), *amounts)(ids, scores)[0]
 
 
-def changed(rows: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+def changed(rows: torch.Tensor, states: Sequence[SamplingState], drawing: Drawing) -> torch.Tensor:
     """What a token is chosen from."""
-    sampler = Sampler()
-    sampler.choose(rows, states)
-    assert sampler._batch is not None and sampler._batch._edits is not None
-    return sampler._batch._edits.applied(rows, np.array([s.drawn for s in states], np.uint64))
+    drawing.choose(rows, states)
+    batch = drawing.sampler._batch
+    assert batch is not None and batch._edits is not None
+    return batch._edits.applied(rows, drawing.counts(states))
 
 
 def test_logits_are_changed_as_transformers_changes_them_after_every_token() -> None:
@@ -98,14 +99,15 @@ def test_logits_are_changed_as_transformers_changes_them_after_every_token() -> 
     prompts = [random.integers(0, VOCABULARY, 40).tolist() for _ in PARAMS]
     states = [state_of(params, prompt) for params, prompt in zip(PARAMS, prompts, strict=True)]
     answers: list[list[int]] = [[] for _ in PARAMS]
+    drawing = Drawing()
     for token in [7, 20, 21, 7, 7, 8, 8, *random.integers(0, VOCABULARY, 100).tolist(), 20, 21]:
         rows = torch.tensor(random.standard_normal((len(PARAMS), VOCABULARY)) * 3, dtype=torch.float32)
         rows[:, 13] = -INF
-        found = changed(rows, states)
+        found = changed(rows, states, drawing)
         for i, params in enumerate(PARAMS):
             due = expected(rows[i], params, prompts[i], answers[i])
             assert torch.allclose(found[i], due, rtol=1e-6, atol=1e-6), (params, len(answers[i]))
-            states[i].take(token)
+            drawing.take(states[i], token)
             answers[i].append(token)
 
 
@@ -118,14 +120,14 @@ def test_a_row_with_any_options_draws_the_same_alone_in_any_company_and_again() 
 
     def run(members: Sequence[int], logprobs: int | None = None) -> dict[int, list[int]]:
         states = {i: state_of({**kinds[i], "logprobs": logprobs}, prompts[i], seed=i) for i in members}
-        sampler, texts = Sampler(), {i: [] for i in members}
+        drawing, texts = Drawing(), {i: [] for i in members}
         for step in range(25):
             order = sorted(members, key=lambda i: (i * 7 + step) % 11) if step % 3 == 0 else list(members)
             for _ in range(1 + step % 2):  # a step that failed after its choice comes again
-                chosen = sampler.choose(rows[step, order], [states[i] for i in order])
+                chosen = drawing.choose(rows[step, order], [states[i] for i in order])
             assert chosen.sound.all()
             for i, token in zip(order, chosen.ids.tolist(), strict=True):
-                states[i].take(token)
+                drawing.take(states[i], token)
                 texts[i].append(token)
         return texts
 
@@ -142,7 +144,7 @@ def test_options_that_leave_no_token_end_their_own_row_and_say_so() -> None:
     states = [state_of({}), state_of({"min_tokens": 3, "allowed_token_ids": [1, 2]}), state_of({"logit_bias": {3: 1}})]
     rows = torch.zeros(3, VOCABULARY)
     rows[2, 9] = float("nan")
-    chosen = Sampler().choose(rows, states)
+    chosen = choose(rows, states)
     assert chosen.sound.tolist() == [True, False, False]
     assert isinstance(chosen.why(1, "float32"), NoTokenAllowed)
     assert isinstance(chosen.why(2, "float32"), NonFiniteLogits)
@@ -153,7 +155,7 @@ def test_ids_beyond_the_logits_change_no_other_row() -> None:
     params = SamplingParams(repetition_penalty=2.0, bad_words=["x"], **beyond)
     states = [SamplingState.of(params, [VOCABULARY + 1, 10**6], EOS, bad_words=[[VOCABULARY + 4]]), state_of({})]
     rows = torch.ones(2, VOCABULARY)
-    found = changed(rows, states)
+    found = changed(rows, states, Drawing())
     assert torch.equal(found[1], rows[1]) and torch.equal(found[0, 3:], rows[0, 3:])
 
 

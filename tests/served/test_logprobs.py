@@ -8,8 +8,9 @@ import torch
 
 from runner import SamplingParams
 from runner.sampling import weights
-from runner.sampling.draw import Sampler, SamplingState
+from runner.sampling.draw import SamplingState
 from runner.sampling.logprobs import Logprobs, logprobs
+from served.drawing import choose
 
 INF = float("inf")
 
@@ -48,9 +49,9 @@ def test_rows_that_ask_get_those_of_the_models_own_logits() -> None:
     logits = rows_of(4, 500)
     asks = [{}, {"logprobs": 3, "temperature": 0, "logit_bias": {9: 100}}, {}, {"logprobs": 0, "top_k": 1}]
     states = [SamplingState.of(SamplingParams(seed=1, **ask)) for ask in asks]
-    chosen = Sampler().choose(logits, states)
+    chosen = choose(logits, states)
     found = chosen.logprobs
     assert found is not None and found.rows.tolist() == [1, 3] and found.ids.shape == (2, 4)
     assert chosen.ids[1] == 9 and found.ids[0, 0] == 9
     check(found, logits[[1, 3]], chosen.ids[[1, 3]].tolist(), 3)
-    assert Sampler().choose(logits[[0, 2]], [states[0], states[2]]).logprobs is None
+    assert choose(logits[[0, 2]], [states[0], states[2]]).logprobs is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from runner import SamplingParams
 from runner.sampling import weights
 from runner.sampling.draw import Sampler, SamplingState
+from served.drawing import Drawing
 
 INF = float("inf")
 NAN = float("nan")
@@ -37,8 +38,12 @@ def logits(vocabulary: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
     return torch.tensor(np.round(values, 1), dtype=torch.float32)
 
 
-def choose(rows: Sequence[torch.Tensor], states: Sequence[SamplingState]) -> list[int]:
-    chosen = Sampler().choose(torch.stack(list(rows)), states)
+def choose(
+    rows: Sequence[torch.Tensor], states: Sequence[SamplingState], drawn: Mapping[SamplingState, int] | None = None
+) -> list[int]:
+    drawing = Drawing()
+    drawing.drawn.update(drawn or {})
+    chosen = drawing.choose(torch.stack(list(rows)), states)
     assert chosen.sound.all()
     return chosen.ids.tolist()
 
@@ -46,13 +51,13 @@ def choose(rows: Sequence[torch.Tensor], states: Sequence[SamplingState]) -> lis
 def draws(row: torch.Tensor, seeds: int = 1000, each: int = 1, **params: Any) -> np.ndarray:
     """How often each token comes, over ``seeds`` requests of ``each`` tokens."""
     states = [SamplingState.of(SamplingParams(seed=seed, **params)) for seed in range(seeds)]
-    sampler, counts = Sampler(), np.zeros(len(row), np.int64)
+    drawing, counts = Drawing(), np.zeros(len(row), np.int64)
     for _ in range(each):
-        chosen = sampler.choose(row.expand(seeds, -1), states)
+        chosen = drawing.choose(row.expand(seeds, -1), states)
         assert chosen.sound.all()
         counts += np.bincount(chosen.ids.numpy(), minlength=len(row))
         for state in states:
-            state.take(0)
+            drawing.take(state, 0)
     return counts
 
 
@@ -92,8 +97,8 @@ def test_a_nucleus_of_half_of_a_flat_vocabulary() -> None:
 
 def test_one_request_draws_as_evenly_as_many_do() -> None:
     state, row, counts = SamplingState.of(SamplingParams(seed=3)), torch.zeros(1, 8), np.zeros(8)
-    for state.drawn in range(800):
-        counts[Sampler().choose(row, [state]).ids] += 1
+    for drawn in range(800):
+        counts[choose(row, [state], {state: drawn})] += 1
     assert abs(counts - 100).max() < 40
 
 
@@ -103,22 +108,25 @@ def test_a_row_draws_the_same_alone_in_any_company_and_at_any_place(
 ) -> None:
     kinds = KINDS * 2
     rows = [logits(vocabulary, seed) for seed in range(len(kinds))]
-    states = [SamplingState(SamplingParams(**kind), seed, drawn=seed % 5) for seed, kind in enumerate(kinds)]
-    alone = [choose([row], [state])[0] for row, state in zip(rows, states, strict=True)]
-    assert choose(rows, states) == alone
-    assert choose(rows[::-1], states[::-1]) == alone[::-1]
-    assert choose(rows[3:7], states[3:7]) == alone[3:7]
+    states = [SamplingState(SamplingParams(**kind), seed) for seed, kind in enumerate(kinds)]
+    drawn = {state: seed % 5 for seed, state in enumerate(states)}
+    alone = [choose([row], [state], drawn)[0] for row, state in zip(rows, states, strict=True)]
+    assert choose(rows, states, drawn) == alone
+    assert choose(rows[::-1], states[::-1], drawn) == alone[::-1]
+    assert choose(rows[3:7], states[3:7], drawn) == alone[3:7]
     monkeypatch.setitem(weights.SLAB, "cpu", 3 * vocabulary)
-    assert choose(rows, states) == alone
-    assert all(state.drawn == seed % 5 for seed, state in enumerate(states)), "choosing is not taking"
+    assert choose(rows, states, drawn) == alone
 
 
 def test_a_sampler_sees_that_another_request_has_come_in_place_of_one() -> None:
-    sampler, row = Sampler(), torch.zeros(1, 1000)
-    params = SamplingParams()
-    ids = {sampler.choose(row, [SamplingState(params, seed)]).ids.item() for seed in range(20)}
+    sampler, logits, at, none = Sampler(1), torch.zeros(1, 1000), np.array([0]), np.zeros(1, np.uint64)
+    ids = set()
+    for seed in range(20):
+        assert sampler.rows.enter(0, SamplingState(SamplingParams(), seed))
+        ids.add(sampler.choose(logits, at, none).ids.item())
     assert len(ids) > 10
-    assert sampler.choose(torch.zeros(1, 3), [SamplingState(params, 0)]).ids.item() < 3
+    assert not sampler.rows.enter(0, sampler.rows.state(0)), "it has had the row before"
+    assert sampler.choose(torch.zeros(1, 3), at, none).ids.item() < 3
 
 
 @pytest.mark.parametrize("bad", [[0.0, NAN, 1.0], [0.0, INF, 1.0], [-INF] * 3, [NAN] * 3, [INF, -INF, NAN], [INF] * 3])
@@ -131,7 +139,7 @@ def test_a_row_without_sound_logits_is_told_and_harms_no_row_beside_it(bad: list
     healthy = choose([row] * len(KINDS), states)
     sick = [SamplingState(SamplingParams(**kind), seed=5) for kind in KINDS]
     mixed = torch.stack([row, spoilt] * len(KINDS))
-    chosen = Sampler().choose(mixed, list(itertools.chain(*zip(states, sick, strict=True))))
+    chosen = Drawing().choose(mixed, list(itertools.chain(*zip(states, sick, strict=True))))
     ids, sound = chosen.ids, chosen.sound
     assert ids[::2].tolist() == healthy and sound[::2].all()
     assert not ids[1::2].any() and not sound[1::2].any()

@@ -18,11 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvtier import InvalidRequest
 from runner import SamplingParams, needle
 from runner.errors import GrammarFailed, MissingPackage
-from runner.sampling.draw import Sampler, SamplingState
+from runner.sampling.draw import SamplingState
 from runner.sampling.grammars import matching, structured
 from runner.sampling.grammars.matching import Matcher
 from runner.sampling.grammars.structured import GrammarCompiler
 from runner.sampling.grammars.structured_outputs import StructuredOutputs
+from served.drawing import Drawing, choose
 
 PADDING = 9
 """Logits beyond the tokenizer's vocabulary."""
@@ -68,15 +69,15 @@ def texts(
         SamplingState.of(SamplingParams(seed=i, **options), (), [eos], matcher) for i, matcher in enumerate(matchers)
     ]
     free = SamplingState.of(SamplingParams(seed=99), (), [eos])
-    generator, sampler = torch.Generator().manual_seed(0), Sampler()
+    generator, drawing = torch.Generator().manual_seed(0), Drawing()
     answers: dict[SamplingState, list[int]] = {state: [] for state in states}
     live = list(states)
     for _ in range(steps):
         logits = 2 * torch.randn(len(live) + 1, width, generator=generator)
-        chosen = sampler.choose(logits, [*live, free])
+        chosen = drawing.choose(logits, [*live, free])
         assert chosen.sound.all()
         for state, token in zip(live, chosen.ids.tolist(), strict=False):
-            state.take(token)
+            drawing.take(state, token)
             assert state.error is None
             answers[state].append(token)
         live = [state for state in live if answers[state][-1] != eos]
@@ -180,7 +181,7 @@ def test_a_grammar_that_fails_ends_its_own_row(
     slow.matcher.meter.charge(matching.SLOW_S * 2)
     monkeypatch.setattr(broken.matcher.inner, "fill_next_token_bitmask", fails)
     monkeypatch.setattr("xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask", fails)
-    chosen = Sampler().choose(torch.zeros(5, width), states)
+    chosen = choose(torch.zeros(5, width), states)
     assert chosen.sound.tolist() == [True, False, False, False, False]
     assert chosen.ids[0] in (a, tokenizer.get_vocab()["b"], tokenizer.get_vocab()["ab"])
     reasons = ["does not allow token", "is complete", "failed: it broke$", "took 1.0 s for one token of its answers"]

@@ -221,7 +221,7 @@ def plant_longer_window(s: Serving) -> None:
 
 
 def plant_names_of_an_older_step(s: Serving) -> None:
-    inside.keep_names(s.scheduler.roster, ["gone", *s.scheduler.roster.all_ids()[1:]])
+    inside.keep_names(s.scheduler.roster, ["gone", *s.scheduler.roster.names()[1:]])
 
 
 def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:

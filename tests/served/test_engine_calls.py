@@ -1,0 +1,130 @@
+"""How much Python the engine's thread runs for a step: calls are counted, so that no busy machine decides."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from core.driving import prompt
+
+import kvtier
+import runner
+from kvtier import FullAttention, KVCache, Request, Scheduler, SlidingWindow
+from kvtier.testing import canary_spec
+from runner import SamplingParams
+from runner.engine.loop import Engine
+from runner.engine.readers import Readers
+from runner.engine.shares import Shares
+from runner.engine.streams import Courier, LoopMail, ThreadMail, TokenStream
+from runner.engine.thread import EngineThread
+from runner.sampling.state import SamplingState
+
+GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(1024), 16)}
+PACKAGES = tuple(str(Path(package.__file__ or "").parent) for package in (kvtier, runner))
+ROWS = 256
+STEPS = 12
+
+
+class Known:
+    """A model whose logits are known already."""
+
+    device, dtype, vocab_size = torch.device("cpu"), torch.float32, 8
+
+    def forward(self, step: Any, cache: KVCache) -> torch.Tensor:
+        return torch.zeros(len(step.sample_rows), self.vocab_size)
+
+
+def calls_of(work: Callable[[], Any]) -> Counter[str]:
+    """Python functions of the two packages that ``work`` calls, by name."""
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGES):
+            found[f"{frame.f_code.co_filename.rpartition('/')[2]}: {frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def calls_of_a_step(rows: int, mails: list[Any], **sampling: Any) -> Counter[str]:
+    """The fewest calls of some steps of ``rows`` decodes: in others a block is full."""
+    cache = KVCache(
+        canary_spec(GROUPS), device="meta", device_blocks=dict.fromkeys(GROUPS, 2000), journal_events=1 << 10
+    )
+    scheduler = Scheduler(cache, max_batched_tokens=1 << 14, max_running=ROWS)
+    engine = Engine(Known(), cache, scheduler, shares=Shares())  # type: ignore[arg-type]
+    thread = EngineThread(engine, settles=False)
+    params = SamplingParams(max_tokens=1000, ignore_eos=True, **sampling)
+    streams = [TokenStream(mails[k % len(mails)]) for k in range(rows)]
+    found: list[Counter[str]] = []
+
+    def work() -> None:
+        requests = [Request(f"{k}", prompt(k, 17), 1000) for k in range(rows)]
+        states = [SamplingState.of(params, request.tokens) for request in requests]
+        for each in zip(requests, states, streams, strict=True):
+            thread.submit([each])
+        for _ in range(4):
+            thread._turn()
+        before = engine.generated_tokens
+        found.extend(calls_of(thread._turn) for _ in range(STEPS))
+        assert engine.generated_tokens - before == STEPS * rows, "all of them decode"
+        for request in requests:
+            thread.abort(request.request_id)
+
+    try:
+        thread.call(work).result()
+    finally:
+        thread.close()
+        cache.close()
+    return min(found, key=Counter.total)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 1, "top_p": 0.9}], ids=["greedy", "drawn"]
+)
+@pytest.mark.parametrize("posts", [1, 3])
+def test_the_calls_of_a_step_do_not_grow_with_its_rows(
+    sampling: dict[str, Any], posts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With streams and a journal: nothing is called for a token on the engine's thread, whoever waits for it."""
+    monkeypatch.setenv("KVTIER_AUDIT", "0")
+    loops = [asyncio.new_event_loop() for _ in range(posts)]
+    mails = [LoopMail(Courier(loop)) for loop in loops]
+    try:
+        few, many = (calls_of_a_step(rows, mails, **sampling) for rows in (16, ROWS))
+    finally:
+        for loop in loops:
+            loop.close()
+    assert few and many.total() <= few.total() + 2, (many - few).most_common(20)
+
+
+def test_a_letter_brings_each_stream_its_own_tokens_in_order() -> None:
+    """Opened late and together, by one of two that wait."""
+    mine, other = ThreadMail(), ThreadMail()
+    streams = [TokenStream(mine if k % 2 else other) for k in range(6)]
+    readers = Readers(8)
+    for row, stream in enumerate(streams):
+        readers.enter(row, stream)
+    readers.enter(6, None)
+    for first in (10, 20):
+        rows = np.array([5, 1, 6, 2, 3], np.int32)
+        readers.letters(rows, first + rows.astype(np.int64), None).send()
+    del streams[3], stream  # nobody holds it any more
+    assert mine.get(0.0) is streams[-1] and mine.get(0.0) is streams[1] and mine.get(0.0) is None
+    assert [stream.tokens for stream in streams] == [[], [11, 21], [], [], [15, 25]]
+    assert other.get(0.0) is streams[2] and streams[2].tokens == [12, 22]
+    readers.enter(1, streams[0])
+    readers.letters(np.array([1], np.int32), np.array([7]), None).send()
+    assert other.get(0.0) is streams[0] and streams[0].tokens == [7], "the row is another request's"
