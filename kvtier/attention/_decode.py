@@ -128,7 +128,7 @@ class InPlace:
             arrays = means.reshape(-1), state, flat, pools.k, pools.v, self._table, pieces
             return bool(attend_pieces(*arrays, begin, end, pools.sizes, strides, factors, room, at))
 
-        if not _spread(compute, pieces, heads * (dim + pools.dim_v)):
+        if not spread(compute, pieces, heads * (dim + pools.dim_v)):
             raise StepError("the block table is too narrow, or names a block that is not in the pool")
         out = torch.empty(rows, heads, pools.dim_v)
         extra = _NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
@@ -136,7 +136,7 @@ class InPlace:
         return out
 
 
-def _spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -> bool:
+def spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -> bool:
     """``compute(begin, end)`` of all pieces, in shares of about equally many tokens for torch's number of threads."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads > 1:
