@@ -93,7 +93,7 @@ class _Exactly(TorchFunctionMode):
 def _whole(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The function of ``x``, none of whose elements is at the end of the array."""
     size = _padded(x.numel(), torch.get_num_threads())
-    if size == x.numel():
+    if size == x.numel() and x.is_contiguous():
         whole: Tensor = function(x, *args, **kwargs)
         return whole
     out: Tensor = function(F.pad(x.reshape(-1), (0, size - x.numel())), *args, **kwargs)
