@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ class Bits:
 
 def asking(llm: LLM, bits: Bits, learn: bool = False) -> Ask:
     """Serves prompts, all at once, and compares their logits or keeps them."""
-    watched = llm.engine.model = Watched(llm.model)
+    engine: Any = llm.engine
+    watched = engine.model = Watched(llm.model)
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
 
     def ask(prompts: list[Text]) -> list[Text]:
@@ -133,13 +135,12 @@ class Episodes:
     def __init__(self, count: int, vocabulary: int) -> None:
         rng = np.random.default_rng(0)
 
-        def words(n: int) -> Text:
-            return tuple(rng.integers(10, vocabulary, n).tolist())
+        def words(least: int, most: int) -> Text:
+            return tuple(rng.integers(10, vocabulary, rng.integers(least, most)).tolist())
 
-        system = words(SYSTEM_TOKENS)
+        system = words(SYSTEM_TOKENS, SYSTEM_TOKENS + 1)
         self._said = [
-            [(*system, *words(rng.integers(*TASK_TOKENS))), *(words(rng.integers(*RESULT_TOKENS)) for _ in range(TURNS - 1))]
-            for _ in range(count)
+            [(*system, *words(*TASK_TOKENS)), *(words(*RESULT_TOKENS) for _ in range(TURNS - 1))] for _ in range(count)
         ]
 
     def play(self, turns: Iterator[Ask], together: int = 1) -> list[Text]:
@@ -160,9 +161,9 @@ def engine(model: HybridModel, device_tokens: int = PLENTY, host: bool = False, 
     return LLM(model, "cpu", device, plenty, **({"max_batched_tokens": 4096, "max_running": TOGETHER} | options))
 
 
-def measure(model: HybridModel, episodes: Episodes, progress: Callable[[str], None]) -> dict[str, Any]:
+def measure(model: HybridModel, episodes: Episodes, progress: Callable[[str], object]) -> dict[str, Any]:
     """Each situation's figures; the first is the cold run."""
-    bits, found = Bits(), {}
+    bits, found = Bits(), dict[str, Any]()
 
     def note(what: str, texts: list[Text], begun: float) -> None:
         found[what] = {
@@ -191,11 +192,12 @@ def measure(model: HybridModel, episodes: Episodes, progress: Callable[[str], No
     expected = cold(4096, learn=True)
     bits.compared = len(bits.known)
     note("cold", expected, begun)
-    for what, options, together in (
+    ways: tuple[tuple[str, dict[str, Any], int], ...] = (
         ("hits on the device", {}, 1),
         (f"beside others, {TOGETHER} at once", {}, TOGETHER),
         ("from the host", {"device_tokens": 400, "host": True}, 1),
-    ):
+    )
+    for what, options, together in ways:
         begun = time.process_time()
         with engine(model, **options) as llm:
             note(what, episodes.play(iter([asking(llm, bits)] * TURNS), together), begun)
@@ -206,8 +208,8 @@ def measure(model: HybridModel, episodes: Episodes, progress: Callable[[str], No
 
         def turns() -> Iterator[Ask]:
             for _ in range(TURNS):
-                options = {"remote_uri": f"file://{store}", "key_secret": b"episodes", "model_id": "episodes"}
-                with engine(model, host=True, **options) as llm:
+                remote: Any = {"remote_uri": f"file://{store}", "key_secret": b"episodes", "model_id": "episodes"}
+                with engine(model, host=True, **remote) as llm:
                     yield asking(llm, bits)
 
         note("from the remote tier, after a restart", episodes.play(turns()), begun)
@@ -233,7 +235,7 @@ def main() -> None:
                     model = HybridModel.load(path, "cpu", dtype, exact=exact)
                     name = f"{shape}, {dtype}, {'exact' if exact else 'as it is'}"
                     episodes = Episodes(args.episodes, min(model.vocab_size, 32_000))
-                    found = measure(model, episodes, lambda what, name=name: said.print(f"{name}: {what}"))  # type: ignore[misc]
+                    found = measure(model, episodes, partial(said.print, f"{name}:"))
                     runs.append({"shape": shape, "dtype": dtype, "exact": exact, "situations": found})
                     if args.json:
                         args.json.write_text(json.dumps({"machine": describe(), "runs": runs}, indent=2) + "\n")
@@ -247,8 +249,9 @@ def show(runs: list[dict[str, Any]]) -> None:
     for run in runs:
         for what, found in run["situations"].items():
             differ = f"{found['episodes_of_another_text']} of {found['episodes']}"
-            numbers = found["logits_of_other_bits"], found["logits"], f"{found['largest_difference']:.2g}", sum(found["hit_tokens"].values())
-            row = run["shape"], run["dtype"], "yes" if run["exact"] else "", what, differ, *map(str, numbers)
+            bits = found["logits_of_other_bits"], found["logits"], f"{found['largest_difference']:.2g}"
+            hits = sum(found["hit_tokens"].values())
+            row = run["shape"], run["dtype"], "yes" if run["exact"] else "", what, differ, *map(str, (*bits, hits))
             table.add_row(*row)
     stdout().print(table)
 

@@ -65,7 +65,7 @@ def plan(pieces: Any, query_start: Any, seq_lens: Any, chosen: Any, span: Any, c
 
 @inlined
 def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
-    """``at`` [2, SPLIT]: the places of K and V of n tokens, the last one repeated up to a multiple of 8; False: none."""
+    """``at`` [2, SPLIT]: where K and V of n tokens are, the last one repeated up to a multiple of 8; False: none."""
     bt = sizes[_BT]
     column, offset = first // bt, first % bt
     if (first + n - 1) // bt >= table.shape[1]:
@@ -197,8 +197,8 @@ def mix(mixed: Any, weights: Any, v: Any, table: Any, pieces: Any, sizes: Any, a
                 w2, w3 = weights[piece, h, to + t + 2], weights[piece, h, to + t + 3]
                 for i in range(_U(dim)):
                     mixed[piece, h, i] = (
-                        (((mixed[piece, h, i] + w0 * v[v0 + i]) + w1 * v[v1 + i]) + w2 * v[v2 + i]) + w3 * v[v3 + i]
-                    )
+                        ((mixed[piece, h, i] + w0 * v[v0 + i]) + w1 * v[v1 + i]) + w2 * v[v2 + i]
+                    ) + w3 * v[v3 + i]
         for t in range(even, n):
             for h in range(heads):
                 place, w = _U(at[1, t] + h // group * stride), weights[piece, h, to + t]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +26,13 @@ from torch import Tensor
 from kvtier.attention import _exact_loops as loops, reference
 from kvtier.attention._decode import Pools, spread, takes
 from kvtier.attention._decode_loops import END, ENTRY, FIRST
-from kvtier.attention._exact_loops import HEADS, KEYS, SPLIT, TILE
+from kvtier.attention._exact_loops import SPLIT, TILE
 from kvtier.attention._plan import Keys
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.attention.reference import Reader
 from kvtier.geometry.spec import Kind
 from kvtier.machine.errors import StepError
+from kvtier.machine.loops.chains import HEADS, KEYS
 
 Ints = npt.NDArray[np.int64]
 
@@ -122,12 +123,13 @@ class PagedBatch(reference.PagedBatch):
         counts, lens = np.diff(np.array(self.query_start, np.int64)), np.array(self.seq_lens, np.int64)
         return (counts <= _FEW_QUERIES) | (counts * lens <= _FEW_PAIRS) | (not products)
 
+    @cached_property
     def table(self) -> Ints:
         """The block table, for loops."""
         return np.ascontiguousarray(self.block_table.numpy(), np.int64)
 
     def _lot(self, pieces: Ints) -> Lot:
-        table, bt, names = self.table(), self.block_tokens, []
+        table, bt, names = self.table, self.block_tokens, []
         own = np.zeros((len(pieces), table.shape[1]), np.int64)
         count = 0
         for i, (_, entry, first, end) in enumerate(pieces.tolist()):
@@ -185,7 +187,7 @@ def attend(
     of = _Of(
         q.contiguous(),
         torch.zeros(tokens, heads, dim_v),
-        np.tile(np.array((-np.inf, 0), np.float32), (tokens, heads, 1)),
+        _nothing_seen(tokens, heads),
         np.float32(0 if softcap is None else softcap),
     )
     reader = Reader(k_cache, v_cache, batch._scratch)
@@ -196,6 +198,12 @@ def attend(
     extra = _NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
     loops.finish(of.sums.numpy(), of.state, extra)
     return fold_output(of.sums, v_scale).to(query.dtype)
+
+
+def _nothing_seen(tokens: int, heads: int) -> npt.NDArray[np.float32]:
+    state = np.zeros((tokens, heads, 2), np.float32)
+    state[:, :, 0] = -np.inf
+    return state
 
 
 class _Of(NamedTuple):
@@ -212,7 +220,7 @@ def _by_loops(of: _Of, k_cache: Tensor, v_cache: Tensor, reader: Reader, batch: 
     numbers = of.query.shape[1] if in_place else k_cache.shape[2] * max(k_cache.shape[3], v_cache.shape[3])
     at_once = max(1, _LOT_BYTES // (4 * SPLIT * numbers))
     if in_place:
-        pools, table, pieces = Pools(k_cache, v_cache), batch.table(), batch.pieces(products)
+        pools, table, pieces = batch.in_place.pools(k_cache, v_cache), batch.table, batch.pieces(products)
         for i in range(0, len(pieces), at_once):
             _lot_by_loops(of, pools, table, pieces[i : i + at_once])
         return
@@ -273,8 +281,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 @cache
 def products_agree(dim: int, dim_v: int) -> bool:
     """Whether oneDNN's products have the bits of the loops for heads of these sizes, for which both are tried once."""
-    if not torch.backends.mkldnn.is_available():
-        return False
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, SPLIT, 1, size, generator=generator) for size in (dim, dim_v))
     pools, table = Pools(k, v), np.zeros((1, 1), np.int64)

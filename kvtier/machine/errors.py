@@ -46,7 +46,7 @@ class AttentionUnavailable(ConfigError):
 
 
 class NotExact(ConfigError):
-    """Answers would depend on hits, chunks or neighbours although ``exact=True`` was asked for. The message says why."""
+    """``exact=True`` cannot be kept: answers would depend on hits, chunks or neighbours. The message says why."""
 
 
 class MemoryUnavailable(KVTierError, MemoryError):

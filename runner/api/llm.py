@@ -42,8 +42,8 @@ class LLM(Service):
     ``attention``         "auto" (FlashInfer if it can run this model, else the torch reference; ``stats`` says which
                           and why), "flashinfer" or "reference".
     ``batch_invariant``   FlashInfer never splits a query's keys by the rest of the batch.
-    ``exact``             no bit of an answer depends on hits, tiers, chunks, preemption, neighbours or restarts; on a CPU
-                          (docs/EXACTNESS.md). Raises ``NotExact`` where the model, dtype or device cannot keep it.
+    ``exact``             no bit of an answer depends on hits, tiers, chunks, preemption, neighbours or restarts. On a
+                          CPU (docs/EXACTNESS.md); ``NotExact`` if the model, dtype or device cannot keep it.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``grammar_limit_s``   CPU seconds that compiling one grammar (``structured_outputs``) may take, on a process of its
                           own; 10 unless given.

@@ -110,7 +110,7 @@ class Service:
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)
         source = model
         if not isinstance(model, HybridModel):
-            options_of_it = {"attention": attention, "batch_invariant": batch_invariant, "exact": bool(exact)}
+            options_of_it: Any = {"attention": attention, "batch_invariant": batch_invariant, "exact": bool(exact)}
             model = HybridModel.load(model, device, dtype, **options_of_it)
         self.model = model
         if has_remote and not isinstance(source, HybridModel) and "model_id" not in cache_options:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +10,20 @@ import torch
 from torch import Tensor
 
 from attention.test_reference import FLOAT8, MIXED, Case, sinks_of
-from kvtier.attention import _decode, exact, reference
+from kvtier.attention import _decode, exact
 from kvtier.attention._exact_loops import SPLIT, TILE
 from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
 
 ENDS = [1, 3, TILE - 1, TILE, TILE + 1, SPLIT - 1, SPLIT, SPLIT + 1, 720, 2 * SPLIT + TILE + 5]
-KINDS = [FullAttention(), SlidingWindow(SPLIT + 7), SlidingWindow(24), SlidingWindow(1), ChunkedLocal(720), ChunkedLocal(48)]
+KINDS = [
+    FullAttention(),
+    SlidingWindow(SPLIT + 7),
+    SlidingWindow(24),
+    SlidingWindow(1),
+    ChunkedLocal(720),
+    ChunkedLocal(48),
+]
 LENGTH = 2 * SPLIT + 40
 CUTS = {
     "prompt": [LENGTH],
@@ -46,11 +52,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def batch_of(case: Case, **changes: Any) -> exact.PagedBatch:
     b = case.batch
-    fields = dict(
-        attention=b.attention, block_tokens=b.block_tokens, query_start=b.query_start, seq_lens=b.seq_lens,
-        block_table=b.block_table, slot_mapping=b.slot_mapping,
-    )  # fmt: skip
-    return exact.PagedBatch(**fields | changes)
+    names = "attention", "block_tokens", "query_start", "seq_lens", "block_table", "slot_mapping"
+    return exact.PagedBatch(**{name: getattr(b, name) for name in names} | changes)
 
 
 def run(case: Case, **options: Any) -> Tensor:
@@ -61,7 +64,9 @@ def run(case: Case, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 @pytest.mark.parametrize(("block_tokens", "softcap", "heads"), [(16, None, (8, 1)), (3, 2.0, (6, 2)), (1, 2.0, (8, 2))])
-def test_it_is_right(way: str, attention: Attention, block_tokens: int, softcap: float | None, heads: tuple[int, int]) -> None:
+def test_it_is_right(
+    way: str, attention: Attention, block_tokens: int, softcap: float | None, heads: tuple[int, int]
+) -> None:
     if isinstance(attention, ChunkedLocal) and attention.chunk_tokens % block_tokens:
         pytest.skip("nothing is missing: chunks that are no multiple of a block are refused")
     entries = [*MIXED, *[(1, end) for end in ENDS], (SPLIT + 9, 2 * SPLIT + 3), (7, 700)]

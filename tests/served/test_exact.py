@@ -1,4 +1,4 @@
-"""``exact=True``: the bits of every logit are those of a cold run alone, whatever the cache and the batch went through."""
+"""``exact=True``: the bits of every logit are those of a cold run alone, whatever cache and batch went through."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ FAMILIES = ["llama", "gemma3", "gemma2", "gpt_oss", "llama4", "mixtral", "gpt2"]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sample(FAMILIES, ["llama", "gemma3", "gpt_oss"]))
-def test_no_bit_differs_from_a_cold_run(load: Callable[..., HybridModel], name: str, dtype: str, tmp_path: Path) -> None:
+def test_no_bit_differs_from_a_cold_run(
+    load: Callable[..., HybridModel], name: str, dtype: str, tmp_path: Path
+) -> None:
     model = load(name, dtype)
     expected = cold(model)
     for what, found in situations(model, tmp_path):

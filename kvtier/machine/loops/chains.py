@@ -77,7 +77,10 @@ def _chains(_context: Any, out: Any, query: Any, q: Any, keys: Any, places: Any,
 _instruction: Any = intrinsic(_chains)
 
 
-@overload(chains, jit_options={"forceinline": True, "_nrt": False})
+_OF_CHAINS: Any = {"forceinline": True, "_nrt": False}
+
+
+@overload(chains, jit_options=_OF_CHAINS)
 def _compiled_chains(out: Any, query: Any, q: Any, keys: Any, places: Any, at: Any, dim: Any) -> Any:
     def compiled(out: Any, query: Any, q: Any, keys: Any, places: Any, at: Any, dim: Any) -> Any:
         return _instruction(out, query, q, keys, places, at, dim)

@@ -9,7 +9,7 @@ Does not   prove: it compares steps of 1, 3, 64 and 200 rows (fewer where a mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 
 
 def make_exact(model: Any) -> None:
-    """Makes ``model``, a HybridModel of the exact attention, exact; raises ``NotExact`` if its bits differ all the same."""
+    """Makes ``model``, a HybridModel of the exact attention, exact. Raises ``NotExact`` if its bits still differ."""
     if hasattr(model.model, "set_experts_implementation") and any(map(_has_experts, model.model.modules())):
         model.model.set_experts_implementation("eager")  # others compute all experts in one product
     weights, done = Weights(model.model.parameters()), set[type]()
@@ -135,9 +135,16 @@ def _blame(model: Any, first: _Run, run: _Run) -> _Found:
             differs &= whole[0] == before
         if differs.any():
             ends = np.array([step[0][1] for step in run.steps])
-            rows = sorted({run.steps[i][0][1] - run.steps[i][0][0] for i in np.searchsorted(ends, np.flatnonzero(differs), "right")})
+            rows = sorted(
+                {
+                    run.steps[i][0][1] - run.steps[i][0][0]
+                    for i in np.searchsorted(ends, np.flatnonzero(differs), "right")
+                }
+            )
             return _Found(
-                key[0], model.model.get_submodule(key[0]), f"{' and '.join(map(str, rows))} rows {run.what} than for {ends[-1]}"
+                key[0],
+                model.model.get_submodule(key[0]),
+                f"{' and '.join(map(str, rows))} rows {run.what} than for {ends[-1]}",
             )
     return _Found("", model.model, f"steps {run.what}")
 
