@@ -287,7 +287,7 @@ def test_products_stay_torch_s_if_packed_ones_are_not_faster_or_not_there(monkey
     monkeypatch.setattr(linears, "is_faster", lambda: False)
     assert not linears.is_one(layer)
     monkeypatch.undo()
-    monkeypatch.setattr(linears, "_pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
+    monkeypatch.setattr(linears, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
     assert not linears.is_faster.__wrapped__()
     monkeypatch.undo()
     seconds = iter([1.0, 1.0])

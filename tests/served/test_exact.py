@@ -18,7 +18,7 @@ from kvtier.geometry.spec import Kind
 from runner import LLM, SamplingParams
 from runner.model import identity
 from runner.model.exact import trial
-from runner.model.exact.products import _padded
+from runner.model.exact.products import Weights, _padded
 from runner.model.hybrid import HybridModel
 
 from .recorder import Recorder
@@ -213,6 +213,17 @@ def test_exact_and_other_engines_share_nothing(load: Callable[..., HybridModel],
             assert (hit > 0) is (exact and before)
         before = exact
     assert identity.arithmetic().startswith("exact@")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_a_product_with_weights_is_the_same_alone(dtype: torch.dtype) -> None:
+    """Also with so many columns that oneDNN has another kernel for one row; of the model's weights, and of others."""
+    weight, x = torch.randn(6, 2048).to(dtype), torch.randn(9, 2048).to(dtype)
+    for mine in ([weight], []):
+        weights = Weights(mine)
+        rows = [weights.times(row[None], weight) for row in x]
+        assert torch.equal(torch.cat(rows), weights.times(x, weight))
+    assert weights.times(x[:0], weight).shape == (0, 6)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 12, 64])

@@ -7,14 +7,14 @@ from ..mutation import mutation
 MUTATIONS = (
     mutation(
         "a_split_begins_at_the_hit",
-        "",
+        "I24",
         "after a hit, sums of a query's weights are cut elsewhere than in a cold run",
         "attention/exact served/exact",
-        ("PagedBatch._splits", "int(first[0]) // SPLIT * SPLIT", "-(-int(last[0]) % SPLIT)"),
+        ("PagedBatch._splits", "int(first[0]) // SPLIT * SPLIT", "int(first[0]) - (int(first[0]) - int(last[0])) % SPLIT"),
     ),
     mutation(
         "a_piece_begins_a_tile_at_its_first_token",
-        "",
+        "I24",
         "the weights of a window are added up in other tiles by loops than by products",
         "attention/exact",
         ("exact.PagedBatch._splits", "lo // TILE * TILE", "lo"),
