@@ -133,6 +133,42 @@ def llama_3_1_8b() -> Any:
     )
 
 
+def smollm2_135m() -> Any:
+    """30 layers, all with full attention."""
+    return AutoConfig.for_model(
+        "llama",
+        num_hidden_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        rope_theta=100000,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def gemma_3_270m() -> Any:
+    """18 layers, five with a window of 512 to each with full attention."""
+    return _gemma_3(
+        num_hidden_layers=18,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=512,
+        layer_types=["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(18)],
+        vocab_size=262144,
+        max_position_embeddings=32768,
+        dtype="float32",
+    )
+
+
 def _gpt_oss(**fields: Any) -> Any:
     return AutoConfig.for_model(
         "gpt_oss",
@@ -151,14 +187,13 @@ def _gpt_oss(**fields: Any) -> Any:
 
 
 def _gemma_3(**fields: Any) -> Any:
-    return AutoConfig.for_model(
-        "gemma3_text",
-        sliding_window=1024,
-        vocab_size=262208,
-        max_position_embeddings=131072,
-        dtype="bfloat16",
-        **fields,
-    )
+    usual = {
+        "sliding_window": 1024,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "dtype": "bfloat16",
+    }
+    return AutoConfig.for_model("gemma3_text", **usual | fields)
 
 
 MODELS: dict[str, Callable[[], Any]] = {

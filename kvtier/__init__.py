@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         InvariantBroken,
         KVTierError,
         MemoryUnavailable,
+        NotExact,
         RequestTooLarge,
         StepError,
         TransferError,
@@ -98,6 +99,7 @@ __all__ = [
     "KVScales",
     "KVTierError",
     "MemoryUnavailable",
+    "NotExact",
     "OutsideGroup",
     "Request",
     "RequestTooLarge",
@@ -123,7 +125,7 @@ _HOMES = {
     "kvtier.coordinator.step": "GroupView Step",
     "kvtier.machine.errors": (
         "AttentionUnavailable CacheClosed ConfigError DeviceUnavailable DuplicateRequest InvalidRequest "
-        "InvariantBroken KVTierError MemoryUnavailable RequestTooLarge StepError TransferError "
+        "InvariantBroken KVTierError MemoryUnavailable NotExact RequestTooLarge StepError TransferError "
         "UnsupportedModel"
     ),
     "kvtier.cache.events": "EventKind KVEvent KVEvents",

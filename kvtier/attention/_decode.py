@@ -79,7 +79,7 @@ class InPlace:
         """How many entries have a single query."""
         self._pieces: Ints = room[:pieces]
 
-    def _pools(self, k_cache: Tensor, v_cache: Tensor) -> Pools:
+    def pools(self, k_cache: Tensor, v_cache: Tensor) -> Pools:
         """A layer that has written attends to the same pools."""
         if self._last is None or self._last.tensors[0] is not k_cache or self._last.tensors[1] is not v_cache:
             self._last = Pools(k_cache, v_cache)
@@ -87,7 +87,7 @@ class InPlace:
 
     def write(self, k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor) -> None:
         """K [T, Hkv, D] and V [T, Hkv, Dv] into their slots. Raises ``StepError`` if they do not fit the pools."""
-        pools = self._pools(k_cache, v_cache)
+        pools = self.pools(k_cache, v_cache)
         key, value = _rows(key), _rows(value)
         if key.shape[1:] != k_cache.shape[2:] or value.shape[1:] != v_cache.shape[2:]:
             raise StepError(f"keys {_shape(key)} and values {_shape(value)} do not fit the pool")
@@ -111,7 +111,7 @@ class InPlace:
 
         Raises ``StepError`` if they do not fit, or the table does not reach or names a block that is not in the pool.
         """
-        pools, pieces = self._pools(k_cache, v_cache), self._pieces
+        pools, pieces = self.pools(k_cache, v_cache), self._pieces
         query = _rows(query)
         rows, heads, dim = query.shape
         if heads % pools.kv_heads or dim != pools.dim:
@@ -128,7 +128,7 @@ class InPlace:
             arrays = means.reshape(-1), state, flat, pools.k, pools.v, self._table, pieces
             return bool(attend_pieces(*arrays, begin, end, pools.sizes, strides, factors, room, at))
 
-        if not _spread(compute, pieces, heads * (dim + pools.dim_v)):
+        if not spread(compute, pieces, heads * (dim + pools.dim_v)):
             raise StepError("the block table is too narrow, or names a block that is not in the pool")
         out = torch.empty(rows, heads, pools.dim_v)
         extra = _NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
@@ -136,7 +136,7 @@ class InPlace:
         return out
 
 
-def _spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -> bool:
+def spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -> bool:
     """``compute(begin, end)`` of all pieces, in shares of about equally many tokens for torch's number of threads."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads > 1:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from kvtier.attention import reference
+from kvtier.attention import exact, reference
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
 from kvtier.attention.names import check_name
 from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.device import install_extra
-from kvtier.machine.errors import AttentionUnavailable
+from kvtier.machine.errors import AttentionUnavailable, NotExact
 
 _CAPABILITY = (8, 0)
 
@@ -76,6 +76,22 @@ def choose(
     return Choice("reference", problem)
 
 
+def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None) -> Choice:
+    """The backend of ``exact=True`` for weights of ``dtype``, None if it is not known yet.
+
+    Raises ``ConfigError`` for an unknown name, and ``NotExact`` where there is none.
+    """
+    check_name(attention)
+    if dtype is not None and dtype not in (torch.float32, torch.bfloat16):
+        known = str(dtype).removeprefix("torch.")
+        raise NotExact(f"exact=True cannot be kept in {known}: use dtype='float32' or 'bfloat16', or leave exact out")
+    if torch.device(device).type != "cpu":
+        raise NotExact(f"exact=True cannot be kept on {device}, only on a CPU: use device='cpu', or leave exact out")
+    if attention == "flashinfer":
+        raise NotExact("exact=True has an attention of its own: use attention='auto', or leave exact out")
+    return Choice("exact", "exact=True", required=True)
+
+
 def obstacle(
     device: torch.device, groups: Sequence[GroupSpec], dtype: torch.dtype | None, machine: Machine
 ) -> str | None:
@@ -103,4 +119,5 @@ def obstacle(
 
 def make(choice: Choice, device: torch.device | str, **options: Any) -> Any:
     """The backend itself; ``options`` are ``FlashInfer``'s. Allocates FlashInfer's workspace."""
-    return reference if choice.name == "reference" else FlashInfer(device, **options)
+    torch_s: dict[str, Any] = {"reference": reference, "exact": exact}
+    return torch_s[choice.name] if choice.name in torch_s else FlashInfer(device, **options)

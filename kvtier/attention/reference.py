@@ -138,7 +138,7 @@ def attend(
             return out
     kernel = partial(attend_part, scale=scale, softcap=softcap)
     works = batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place)
-    return _attend(works, out, query, _Reader(k_cache, v_cache, batch._scratch), kernel, sinks, k_scale, v_scale)
+    return _attend(works, out, query, Reader(k_cache, v_cache, batch._scratch), kernel, sinks, k_scale, v_scale)
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def _attend(
     works: list[Work],
     out: Tensor | None,
     query: Tensor,
-    reader: _Reader,
+    reader: Reader,
     kernel: Kernel,
     sinks: Tensor | None,
     k_scale: Tensor | None,
@@ -184,7 +184,7 @@ def _plan_sizes(k_cache: Tensor, v_cache: Tensor, attention: Attention, softcap:
     return max(1024, tile_bytes // token_bytes), 32 if small else max(32, min(128, attention.span_tokens // 4))
 
 
-def _compute(work: Work, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+def _compute(work: Work, q: Tensor, kv: Reader, kernel: Kernel) -> Part:
     """A part [B, Hq, n, Dv] whose B * n are the rows of q [rows, Hq, D], in order."""
     match work:
         case Span():
@@ -195,7 +195,7 @@ def _compute(work: Work, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
             return _singles(work, q, kv, kernel)
 
 
-def _span(work: Span, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+def _span(work: Span, q: Tensor, kv: Reader, kernel: Kernel) -> Part:
     """On the past, no mask tells apart the query heads of a KV head: they are rows of one product."""
     queries, heads, head_dim = q.shape
     q = q.transpose(0, 1).contiguous()
@@ -212,14 +212,14 @@ def _span(work: Span, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
     return part
 
 
-def _bands(work: Bands, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+def _bands(work: Bands, q: Tensor, kv: Reader, kernel: Kernel) -> Part:
     """The tiles' ranges of keys overlap in memory; none is copied."""
     k, v = (x.unfold(0, work.width, work.queries).transpose(2, 3) for x in kv.read(work.keys))
     tiles = q.reshape(-1, work.queries, *q.shape[1:]).transpose(1, 2)
     return kernel(tiles, k, v, mask=work.mask, causal=work.mask is None)
 
 
-def _singles(work: Singles, q: Tensor, kv: _Reader, kernel: Kernel) -> Part:
+def _singles(work: Singles, q: Tensor, kv: Reader, kernel: Kernel) -> Part:
     """As in ``_span``, the query heads of a KV head are rows of one product."""
     k, v = (x.transpose(1, 2) for x in kv.read_padded(work.blocks, work.hidden))
     out, lse = kernel(q.reshape(len(q), k.shape[1], -1, q.shape[-1]), k, v, mask=work.mask)
@@ -231,7 +231,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-class _Reader:
+class Reader:
     """A layer's K and V [blocks, block_tokens, Hkv, D], read as float32.
 
     The result of a read is overwritten by the next. Reads share the batch's ``scratch``, because on a CPU fresh memory
@@ -247,6 +247,11 @@ class _Reader:
         """K and V [tokens, Hkv, D] of consecutive tokens, without the rest of their blocks."""
         tokens = slice(keys.skip, keys.skip + keys.tokens)
         return self._gather(0, keys.blocks)[tokens], self._gather(1, keys.blocks)[tokens]
+
+    def blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [n, block_tokens, Hkv, D] of ``blocks`` [n]."""
+        k, v = (self._gather(which, blocks) for which in (0, 1))
+        return k.view(len(blocks), -1, *k.shape[1:]), v.view(len(blocks), -1, *v.shape[1:])
 
     def read_padded(self, blocks: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """K and V [B, n * block_tokens, Hkv, D] of ``blocks`` [B, n], zeros in the slots ``hidden``."""

@@ -148,6 +148,23 @@ def _attention() -> None:
     arrays = means.reshape(-1), state, one, one, one, table, pieces
     loops.attend_pieces(*arrays, 0, count, sizes, strides[:2], np.ones(2, np.float32), room, at)
     loops.merge_pieces(np.empty((1, 1, 1), np.float32), means, state, pieces, none)
+    _exact_attention(sizes, table, none)
+
+
+def _exact_attention(sizes: Any, table: Any, none: Any) -> None:
+    """The same by the loops of the exact attention."""
+    from kvtier.attention import _exact_loops as loops
+    from kvtier.machine.loops.chains import HEADS, KEYS
+
+    one, cube, pair = np.ones(1, np.float32), np.ones((1, 1, 1), np.float32), np.ones((1, 1, 2), np.float32)
+    pieces, at = np.empty((1, 4), np.int64), np.empty((2, loops.SPLIT + KEYS), np.int64)
+    loops.plan(pieces, np.arange(2), np.ones(1, np.int64), np.ones(1, np.bool_), 0, False)
+    scores, room = np.empty((1, 1, loops.SPLIT), np.float32), np.empty(HEADS * (1 + KEYS), np.float32)
+    loops.score(scores, cube, one, table, pieces, sizes, room, at)
+    loops.weigh(scores, pair, np.array([[0, 1]]), np.float32(0))
+    loops.mix(cube, scores, one, table, pieces, sizes, at)
+    loops.merge(cube.copy(), pair.copy(), cube, pair, np.zeros(1, np.int64), 0)
+    loops.finish(cube, pair, none)
 
 
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:

@@ -4,7 +4,8 @@
     |-- ConfigError (ValueError)          a spec, pool size or option that cannot work; raised at construction
     |   |-- UnsupportedModel              a transformers config whose layers or positions kvtier cannot cache
     |   |-- DeviceUnavailable             no such device, no driver for it, or no software that fits the driver
-    |   `-- AttentionUnavailable          the requested attention backend cannot run this model here
+    |   |-- AttentionUnavailable          the requested attention backend cannot run this model here
+    |   `-- NotExact                      exact=True cannot be kept for this model, dtype or device
     |-- MemoryUnavailable (MemoryError)   a tier asks for more memory than there is, or for less than one block
     |-- InvalidRequest (ValueError)       a request that no engine could run: empty prompt, bad ids, bad lengths
     |   `-- DuplicateRequest              its id is already waiting or running
@@ -42,6 +43,10 @@ class DeviceUnavailable(ConfigError):
 
 class AttentionUnavailable(ConfigError):
     """The requested attention backend cannot run here, or not this model. The message names the fix."""
+
+
+class NotExact(ConfigError):
+    """``exact=True`` cannot be kept: answers would depend on hits, chunks or neighbours. The message says why."""
 
 
 class MemoryUnavailable(KVTierError, MemoryError):

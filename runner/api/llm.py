@@ -42,6 +42,8 @@ class LLM(Service):
     ``attention``         "auto" (FlashInfer if it can run this model, else the torch reference; ``stats`` says which
                           and why), "flashinfer" or "reference".
     ``batch_invariant``   FlashInfer never splits a query's keys by the rest of the batch.
+    ``exact``             no bit of an answer depends on hits, tiers, chunks, preemption, neighbours or restarts. On a
+                          CPU (docs/EXACTNESS.md); ``NotExact`` if the model, dtype or device cannot keep it.
     ``cuda_graphs``       with FlashInfer, decode steps are captured at start-up and replayed; False runs all eagerly.
     ``grammar_limit_s``   CPU seconds that compiling one grammar (``structured_outputs``) may take, on a process of its
                           own; 10 unless given.
@@ -59,7 +61,7 @@ class LLM(Service):
     (``runner.engine.options``). All facts in the config are checked before weights are read.
 
     Calls from several threads are served together. After any error, or an interrupt, the next call finds a working
-    engine. Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``ConfigError``,
+    engine. Raises ``ModelLoadError``, ``UnsupportedModel``, ``AttentionUnavailable``, ``NotExact``, ``ConfigError``,
     ``MemoryUnavailable``.
     """
 

@@ -25,6 +25,7 @@ OPTIONS = {
     "max_num_seqs": "max_running",
     "attention": "attention",
     "batch_invariant": "batch_invariant",
+    "exact": "exact",
     "kv_events_config": "kv_events_config",
     "verify": "verify",
     "grammar_compile_limit": "grammar_limit_s",

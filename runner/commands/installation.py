@@ -43,6 +43,7 @@ _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w.,-]+)\])?[^;]*(?:;.*extra\s*==\s*
 _NOT_OURS = ("dev", "docs")
 _WITH_LOOPS = (
     "attention._decode_loops",
+    "attention._exact_loops",
     "cache.facade",
     "coordinator.scheduler",
     "cpu_offload.engines._blocks",

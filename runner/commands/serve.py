@@ -125,6 +125,8 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     engine.add_argument("--batch-invariant", action="store_true", help="answers do not depend on who "
                         "shares the batch (FlashInfer)")  # fmt: skip
+    engine.add_argument("--exact", action="store_true", help="no bit of an answer depends on hits, chunks or who "
+                        "shares the batch (on a CPU)")  # fmt: skip
     engine.add_argument(
         "--kv-events-config",
         metavar="JSON",

@@ -47,6 +47,8 @@ def add_to(commands: Any) -> None:
     verify.add_argument(
         "--tolerance", type=not_negative, help="allowed where bits cannot be demanded (default: by dtype)"
     )
+    verify.add_argument("--exact", action="store_true", help="load the model with exact=True, and let no bit differ in "
+                        "any scenario (on a CPU)")  # fmt: skip
     add_kv_options(verify)
     _add_vllm(verify)
     verify.add_argument("--json", action="store_true", help="print the report as JSON and nothing else on stdout")
@@ -79,7 +81,7 @@ def _add_vllm(verify: argparse.ArgumentParser) -> None:
 
 
 _VLLM_ONLY = ("kv_transfer_config", "blocks", "block_size", "max_batched_tokens", "engine_args", "patience")
-_KVTIER_ONLY = {"device": "cpu", "attention": "auto", "kv_cache_dtype": None, "kv_scales": None}
+_KVTIER_ONLY = {"device": "cpu", "attention": "auto", "exact": False, "kv_cache_dtype": None, "kv_scales": None}
 
 
 def _check_engine(args: argparse.Namespace) -> None:
@@ -162,6 +164,7 @@ def run(args: argparse.Namespace) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
             kv_scales=args.kv_scales,
             attention=args.attention,
+            exact=args.exact,
         )
     if args.json:
         print(json.dumps(report.to_dict(), indent=2))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kvtier import CacheSpec, ConfigError, InvalidRequest, KVCache, KVTierError, Request, Scheduler
+from kvtier.attention import choice
 from kvtier.attention.flashinfer import Held
 from kvtier.attention.names import check_name
 from kvtier.cache.kv_events.config import KVEventsConfig
@@ -85,6 +86,7 @@ class Service:
         kv_scales: str | Path | Mapping[Any, Any] | None = None,
         attention: str = "auto",
         batch_invariant: bool = False,
+        exact: bool = False,
         cuda_graphs: bool = True,
         grammar_limit_s: float = LIMIT_S,
         kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None,
@@ -93,14 +95,14 @@ class Service:
         mine = [name for name in inspect.signature(Service).parameters if name not in ("model", "cache_options")]
         cache_options = options.cache_options(cache_options, mine)
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
-        options.check_flags(batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
+        options.check_flags(batch_invariant=batch_invariant, exact=exact, cuda_graphs=cuda_graphs)
         options.check_seconds(grammar_limit_s=grammar_limit_s)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         device = _device(model, device)
         has_remote = cache_options.get("remote_uri") is not None
         if options.needs_tier(host_memory, has_remote):
             options.check_host_link(device, cache_options)
-        config, weights_dtype = _config(model, device, dtype, attention)
+        config, weights_dtype = _config(model, device, dtype, attention, bool(exact))
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
         known = {"model_id": "of its weights"} if has_remote and not isinstance(model, HybridModel) else {}
@@ -108,7 +110,8 @@ class Service:
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)
         source = model
         if not isinstance(model, HybridModel):
-            model = HybridModel.load(model, device, dtype, attention=attention, batch_invariant=batch_invariant)
+            options_of_it: Any = {"attention": attention, "batch_invariant": batch_invariant, "exact": bool(exact)}
+            model = HybridModel.load(model, device, dtype, **options_of_it)
         self.model = model
         if has_remote and not isinstance(source, HybridModel) and "model_id" not in cache_options:
             cache_options["model_id"] = model_identity.model_id(model, checkpoint.find_folder(source))
@@ -156,7 +159,7 @@ class Service:
                 self.spec,
                 device=str(model.device),
                 **memory.pool_sizes(device_memory, host_memory, memory.total(*held)),
-                **_defaults(model) | cache_options,
+                **_named(model, _defaults(model) | cache_options),
             )
 
     def _start_engine(self, grammar_limit_s: float) -> None:
@@ -321,6 +324,13 @@ def _defaults(model: HybridModel) -> dict[str, Any]:
     return {"model_id": model.name, "journal_events": JOURNAL_EVENTS}
 
 
+def _named(model: HybridModel, cache_options: dict[str, Any]) -> dict[str, Any]:
+    """``cache_options``, whose ``model_id`` names an exact model's arithmetic, too, whoever has chosen it."""
+    if model.exact:
+        cache_options["model_id"] = f"{cache_options['model_id']}/{model_identity.arithmetic()}"
+    return cache_options
+
+
 def _device(model: str | Path | HybridModel, device: str) -> str:
     """The full name of the model's device, now or later."""
     if isinstance(model, HybridModel):
@@ -339,16 +349,24 @@ def _kv_events(given: Any, spec: CacheSpec) -> KVEventsConfig | None:
     return config
 
 
-def _config(model: str | Path | HybridModel, device: str, dtype: Any, attention: str) -> tuple[Any, torch.dtype | str]:
+def _config(
+    model: str | Path | HybridModel, device: str, dtype: Any, attention: str, exact: bool
+) -> tuple[Any, torch.dtype | str]:
     """The config of a model, loaded or not, and the dtype of its weights; "auto" for the checkpoint's own.
 
-    Raises ``ConfigError`` for an unknown dtype or attention, or if a loaded model has another.
+    Raises ``ConfigError`` for an unknown dtype or attention, or if a loaded model has another; ``NotExact`` if
+    ``exact`` cannot be kept with them. A loaded model that is exact need not be asked for it again.
     """
     weights_dtype = checkpoint.torch_dtype(dtype)
     check_name(attention)
     if not isinstance(model, HybridModel):
         folder = checkpoint.find_folder(model, ["config.json"])
-        return checkpoint.read_config(folder), checkpoint.weights_dtype(folder, dtype, device)
+        config, wanted = checkpoint.read_config(folder), checkpoint.weights_dtype(folder, dtype, device)
+        if exact:
+            choice.exactly(attention, device, wanted if isinstance(wanted, torch.dtype) else None)
+        return config, wanted
+    if exact and not model.exact:
+        raise ConfigError("this model was loaded with exact=False; load it with exact=True")
     for name, asked, has in (("attention", attention, model.attention.name), ("dtype", weights_dtype, model.dtype)):
         if asked not in ("auto", has):
             raise ConfigError(f"this model was loaded with {name}={has!r}; load it with {name}={asked!r}")

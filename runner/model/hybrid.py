@@ -50,13 +50,16 @@ class HybridModel:
         attention: str | Choice = "auto",
         batch_invariant: bool = False,
         kv_scales: Mapping[int, Mapping[str, Any]] | None = None,
+        exact: bool = False,
     ) -> None:
         """``model``: loaded with attn_implementation="kvtier".
 
         ``backend``: PagedBatch, write_kv and attend; None makes one by ``attention`` and ``batch_invariant`` (see
-        ``load``). ``kv_scales``: the checkpoint's, for K and V in float8.
+        ``load``). ``kv_scales``: the checkpoint's, for K and V in float8. ``exact``: as in ``load``, but not tried.
         """
-        if backend is not None:
+        if exact:
+            attention = choice.exactly("auto", model.device, model.dtype)
+        elif backend is not None:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
         elif isinstance(attention, str):
@@ -75,12 +78,14 @@ class HybridModel:
         self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
-        self.fused = fuse(model, self.device)
+        self.fused = fuse(model, self.device, exact)
         """Modules that run as fewer kernels, by sort."""
         self.proven: frozenset[int] = frozenset()
         """Layers whose own mask is known to be their group's; the trial at load finds them."""
         self.backend: Any = backend
-        if backend is None:
+        self.exact = exact
+        """Whether no bit of an answer depends on hits, chunks or neighbours."""
+        if backend is None or exact:
             self._make_backend(batch_invariant)
 
     @classmethod
@@ -94,6 +99,7 @@ class HybridModel:
         attention: str = "auto",
         batch_invariant: bool = False,
         self_check: bool = True,
+        exact: bool = False,
     ) -> HybridModel:
         """A model from a local folder or a hub id (safetensors only), or a GGUF file.
 
@@ -101,12 +107,15 @@ class HybridModel:
         ``attention``: "auto" (FlashInfer if it can run this model, else the torch reference), "flashinfer" or
         "reference". ``batch_invariant``: FlashInfer never splits a query's keys by the rest of the batch.
         ``self_check`` compares a short packed and chunked forward with the family's own attention and costs a few small
-        forwards.
+        forwards. ``exact``: no bit of K, V or logits depends on hits, chunks or neighbours; on a CPU, by an attention
+        and products of its own. A trial shows it, of three forwards of 268 tokens.
 
         Raises ``ModelLoadError`` for files that cannot be read. Two errors come before any weight is read, if the
         config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
-        "flashinfer" cannot run. ``MemoryUnavailable`` means that the device has no room for the weights.
+        "flashinfer" cannot run, ``NotExact`` if ``exact`` cannot be kept. The trial may raise the latter, too.
+        ``MemoryUnavailable`` means that the device has no room for the weights.
         """
+        from runner.model.exact.trial import make_exact
         from runner.model.selfcheck import self_check as check
 
         device = model_device(device)
@@ -114,7 +123,8 @@ class HybridModel:
         config = checkpoint.read_config(folder)
         groups = CacheSpec.from_config(config, block_tokens=1).groups
         wanted = checkpoint.weights_dtype(folder, dtype, device)
-        chosen = choice.choose(attention, device, groups, wanted if isinstance(wanted, torch.dtype) else None)
+        known = wanted if isinstance(wanted, torch.dtype) else None
+        chosen = choice.exactly(attention, device, known) if exact else choice.choose(attention, device, groups, known)
         check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
         weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = checkpoint.name_of(path_or_id, folder)
@@ -130,6 +140,7 @@ class HybridModel:
             kv_scales=checkpoint.kv_scales(folder),
             attention=chosen,
             batch_invariant=batch_invariant,
+            exact=exact,
         )
         if self_check:
             try:
@@ -137,6 +148,8 @@ class HybridModel:
             except AttentionUnavailable as problem:  # such as kernels that cannot be compiled here
                 model.fall_back(problem)
                 check(model)
+        if exact:
+            make_exact(model)
         return model
 
     def spec(
@@ -251,7 +264,7 @@ class HybridModel:
         self.backend = choice.make(self.attention, self.device)
 
     def _make_backend(self, batch_invariant: bool) -> None:
-        if self.attention.name == "reference":
+        if self.attention.name in ("reference", "exact"):
             self.backend = choice.make(self.attention, self.device)
             return
         try:

@@ -4,6 +4,7 @@ Promises   equal identities have equal weights and an equal config, byte by byte
            have the same dtype, attention backend and kind of device: with others K and V differ in rounding. Every byte
            of the weights is read: two fine-tunes may differ in a few numbers of one tensor. From memory that takes
            about a second for 10 GB a core; files that are not in the page cache are read from the disk.
+           An exact model's K and V have this CPU and torch in their name, too (``arithmetic``).
 Does not   tell apart versions of torch, transformers or a kernel library, nor GPUs of two kinds. Give ``model_id``
            where that matters. It is no defence against weights that were made to have the digest of others.
 """
@@ -15,6 +16,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kvtier.machine.loops.machine_code import cpu
 from kvtier.remote import weights
 from runner.errors import ModelLoadError
 from runner.model.checkpoint import weight_files
@@ -27,6 +31,12 @@ def model_id(model: Any, folder: Path) -> str:
     computed += [sort for sort in ("experts", "rope", "linears") if model.fused[sort]]
     whole = hashlib.blake2b(json.dumps([weights_digest(folder), *computed]).encode(), digest_size=16)
     return f"{model.name or 'model'}@{whole.hexdigest()}"
+
+
+def arithmetic() -> str:
+    """Names what the bits of an exact model depend on beside itself: this CPU, as torch and loops use it, and torch."""
+    parts = torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu()
+    return f"exact@{hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()}"
 
 
 def weights_digest(folder: Path) -> str:

@@ -172,7 +172,8 @@ class _Step:
         return _View(self.spec.group(name), self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
 
 
-def _step(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> _Step:
+def step_of(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> Any:
+    """A step over ``scratch_cache`` that computes [start, end) of each prompt."""
     table = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     first = 1
     for row, prompt in enumerate(prompts):
@@ -205,6 +206,10 @@ class _ScratchCache:
     def kv(self, group: str, layer: int) -> tuple[Tensor, ...]:
         return self._kv[group, layer]
 
+    def all_kv(self) -> list[Tensor]:
+        """K and V of every layer, [1 + tokens, 1, H, D]; prompts lie one after the other from 1 on."""
+        return [x for pair in self._kv.values() for x in pair]
+
 
 def scratch_cache(spec: CacheSpec, device: torch.device, tokens: int = sum(_SHORT)) -> Any:
     """Stands in for a ``KVCache`` of ``spec`` in a forward: ``tokens`` blocks of one token in every group."""
@@ -216,7 +221,7 @@ def scratch_cache(spec: CacheSpec, device: torch.device, tokens: int = sum(_SHOR
 def _packed(model: Any, trial: _Trial, spec: CacheSpec) -> Tensor:
     """Our logits [steps * requests, vocab] of the last token of each range."""
     cache = scratch_cache(spec, model.device, sum(map(len, trial.prompts)))
-    logits = [model.forward(_step(cache.spec, trial.prompts, ranges), cache) for ranges in trial.steps]
+    logits = [model.forward(step_of(cache.spec, trial.prompts, ranges), cache) for ranges in trial.steps]
     return torch.cat([_of_rows(model, each, len(trial.prompts)) for each in logits])
 
 

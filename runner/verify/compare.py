@@ -2,6 +2,7 @@
 
 Owns       the meaning of equal. Bits must be equal if the forward repeats itself bit by bit and every step so far was
            computed as in the cold run. Else there is a tolerance by dtype: other chunks and batches round otherwise.
+           If the tolerance is 0 (``exact=True``), bits must be equal whatever happened.
 Promises   a difference is traced to the first place at which the step could see other content than the cold run wrote.
            Positions come before layers: a fault in a token's KV harms only later tokens and deeper layers. The KV is
            compared whenever it may have changed since the request's last sample; so a resumed request's is compared at
@@ -84,7 +85,7 @@ class Comparing:
         self._seen: dict[str, _Seen] = {}  # request: at its last sample
         self.same_steps = True
         """So far every step computed alone just what one of the cold run's steps did."""
-        self.exact = repeats
+        self.exact = repeats or tolerance == 0
         """Bits were demanded of every comparison."""
         self.compared = 0
         self.largest_logits = 0.0
@@ -107,7 +108,7 @@ class Comparing:
 
     def _compare(self, step: Any, cache: Any, row: int, prompt: int, logits: Tensor, chosen: int) -> None:
         cold, token = self._cold[prompt], self._token(step, row, prompt)
-        exact = self._repeats and self.same_steps
+        exact = self._tolerance == 0 or (self._repeats and self.same_steps)
         self.exact &= exact
         self.compared += 1
         self.other_tokens += chosen != cold.token_ids[token]

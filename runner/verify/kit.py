@@ -44,28 +44,31 @@ def run(
     kv_cache_dtype: Any = None,
     kv_scales: str | Path | Mapping[Any, Any] | None = None,
     attention: str = "auto",
+    exact: bool = False,
 ) -> Report:
     """Runs the kit on ``model`` (a folder, a hub id, a loaded one; None: the bundled one).
 
     ``tokens``: of a prompt, at most; None: what the model can take, up to ``plan.TOKENS``. ``tolerance``: relative
     to the largest logit, where bits cannot be demanded; None: by dtype. ``kv_cache_dtype`` and ``kv_scales`` are as
-    ``LLM`` takes them. Raises ``ConfigError`` and what loading a model
-    and building a cache raise.
+    ``LLM`` takes them. ``exact``: the model is loaded so, and no bit may differ anywhere. Raises ``ConfigError`` and
+    what loading a model and building a cache raise.
     """
     begun = time.perf_counter()
     scales = check_kv_options(kv_cache_dtype, kv_scales)
+    if exact and tolerance:
+        raise ConfigError("exact and a tolerance exclude each other: no bit may differ")
     if isinstance(model, HybridModel):
         hybrid = model
     else:
         if any(scenario.host is not None for scenario in scenarios):
             check_host_link(device, {})
         folder = needle.weights_path() if model is None else model
-        hybrid = HybridModel.load(folder, device, dtype, attention=attention)
+        hybrid = HybridModel.load(folder, device, dtype, attention=attention, exact=exact)
     spec = hybrid.spec(dtype=kv_cache_dtype, kv_scales=scales)
     hybrid.try_attention(spec)
     dtype, kv_dtype = str(hybrid.dtype).removeprefix("torch."), spec.groups[0].dtype
-    if tolerance is None:
-        tolerance = TOLERANCE[kv_dtype if DTYPE_BYTES[kv_dtype] == 1 else dtype]
+    if exact or tolerance is None:
+        tolerance = 0.0 if exact else TOLERANCE[kv_dtype if DTYPE_BYTES[kv_dtype] == 1 else dtype]
     kit = _Kit(hybrid, planning.make(hybrid, spec, model is None, tokens, prompts, new_tokens), tolerance)
     every = (COLD, COLD_AGAIN, *scenarios)
     results = []
@@ -115,7 +118,7 @@ class _Kit:
             self._cold = recording.finish()
             return replace(result, compared=sum(len(cold.logits) for cold in self._cold))
         result = self._compare(scenario)
-        if scenario is COLD_AGAIN and result.status is Status.DIFFERS:
+        if scenario is COLD_AGAIN and result.status is Status.DIFFERS and self.tolerance > 0:
             self.repeats = False
             result = self._compare(scenario)
         return result

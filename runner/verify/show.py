@@ -18,12 +18,15 @@ def show(report: Report, console: Console) -> None:
     print_table(console, _scenarios(report))
     lengths = ", ".join(f"{n:,}" for n in report.prompt_tokens)
     bits = "no bit" if report.repeats else "(no bit is not demanded: this forward does not repeat itself)"
+    limit = (
+        f"{bits} where every step computes what one of the cold run's did; elsewhere {report.tolerance:g} "
+        f"({report.dtype}) of the largest logit, since other chunks and batches round otherwise."
+    )
     print_text(
         console,
         f"Prompts of {lengths} tokens in chunks of {report.chunk_tokens:,}, {report.new_tokens} new tokens each. "
         "Device and host: prompt tokens found there; loads: blocks; failed: copies. Limit to the difference of logits: "
-        f"{bits} where every step computes what one of the cold run's did; elsewhere {report.tolerance:g} "
-        f"({report.dtype}) of the largest logit, since other chunks and batches round otherwise.",
+        + ("no bit, whatever happened." if report.tolerance == 0 else limit),
     )
     print_text(console, f"Attention by {report.attention['backend']}: {report.attention['reason']}.")
     print_text(console, graphs(report))

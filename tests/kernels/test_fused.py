@@ -287,7 +287,7 @@ def test_products_stay_torch_s_if_packed_ones_are_not_faster_or_not_there(monkey
     monkeypatch.setattr(linears, "is_faster", lambda: False)
     assert not linears.is_one(layer)
     monkeypatch.undo()
-    monkeypatch.setattr(linears, "_pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
+    monkeypatch.setattr(linears, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
     assert not linears.is_faster.__wrapped__()
     monkeypatch.undo()
     seconds = iter([1.0, 1.0])
@@ -296,8 +296,8 @@ def test_products_stay_torch_s_if_packed_ones_are_not_faster_or_not_there(monkey
 
 
 def test_products_that_are_wrong_are_not_taken(faster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, inner = nn.Linear(8, 8).requires_grad_(False), linears._product
-    monkeypatch.setattr(linears, "_product", lambda *given: inner(*given) * 1.0001)
+    layer, inner = nn.Linear(8, 8).requires_grad_(False), linears.product
+    monkeypatch.setattr(linears, "product", lambda *given: inner(*given) * 1.0001)
     before = layer.weight.clone()
     assert table.fuse(nn.Sequential(layer), CPU) == NOTHING
     assert torch.equal(layer.weight, before)

@@ -34,6 +34,11 @@ def jit_floats(function: F) -> F:
     return _kept(function, _OPTIONS | _ANY_ORDER)
 
 
+def jit_chains(function: F) -> F:
+    """``jit`` for chains of multiplications and additions: in the order in which they are written, fused in pairs."""
+    return _kept(function, _OPTIONS | {"fastmath": {"contract"}})
+
+
 def inlined(function: F) -> F:
     """A small function that loops call, compiled only as a part of each of them. Called from Python it runs as
     Python."""

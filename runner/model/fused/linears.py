@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_TOLERANCE = 1e-5
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Of the difference's RMS, relative: sums of other orders."""
 _ROWS = 1, 3, 17
 """Of the trial."""
@@ -31,29 +31,31 @@ _TRIED = 32, 640, 2048
 _REPEATS = 7
 
 
-def is_one(module: nn.Module) -> bool:
-    """Whether it is a plain float32 linear layer on a CPU on which oneDNN is faster."""
-    if type(module) is not nn.Linear:
+def is_one(module: nn.Module, exact: bool = False) -> bool:
+    """Whether it is a plain float32 linear layer on a CPU on which oneDNN is faster.
+
+    If ``exact``, it need not be faster, and bfloat16 is taken, too: a row's bits do not depend on the rows beside it.
+    """
+    if type(module) is not nn.Linear or module.weight.device.type != "cpu" or not module.weight.numel():
         return False
-    weight = module.weight
-    return weight.device.type == "cpu" and weight.dtype is torch.float32 and weight.numel() > 0 and is_faster()
+    return module.weight.dtype in _TOLERANCE if exact else module.weight.dtype is torch.float32 and is_faster()
 
 
 def kind(module: nn.Linear) -> tuple[object, ...]:
     """What one trial speaks for."""
-    return "linear", module.weight.shape, module.bias is None
+    return "linear", module.weight.shape, module.weight.dtype, module.bias is None
 
 
 def fused(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     """A forward for ``module`` with a packed copy of its weight. The module keeps its own (see ``let_go``)."""
-    packed = _pack(module.weight)
+    packed = pack(module.weight)
     bias = module.bias
 
     def forward(input: Tensor) -> Tensor:
         if input.numel() != input.shape[-1]:
-            return _product(input, packed, bias)
+            return product(input, packed, bias)
         # One row alone is summed in another order if the inner size is large; as one of two it has the bits of a batch.
-        return _product(input.reshape(1, -1).expand(2, -1).contiguous(), packed, bias)[0].reshape(*input.shape[:-1], -1)
+        return product(input.reshape(1, -1).expand(2, -1).contiguous(), packed, bias)[0].reshape(*input.shape[:-1], -1)
 
     return forward
 
@@ -66,10 +68,10 @@ def differs(module: nn.Linear, forward: Callable[[Tensor], Tensor]) -> str:
     """How ``forward`` differs from torch's product on random rows; "" if it does not beyond rounding."""
     generator = torch.Generator().manual_seed(0)
     for rows in _ROWS:
-        x = torch.randn(1, rows, module.in_features, generator=generator)
-        own, ours = nn.Linear.forward(module, x), forward(x)
+        x = torch.randn(1, rows, module.in_features, generator=generator).to(module.weight)
+        own, ours = nn.Linear.forward(module, x).float(), forward(x).float()
         found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
-        if ours.shape != own.shape or not found <= _TOLERANCE:
+        if ours.shape != own.shape or not found <= _TOLERANCE[module.weight.dtype]:
             return f"differs by {found:.2g} on {rows} rows"
     return ""
 
@@ -80,8 +82,8 @@ def is_faster() -> bool:
     rows, inner, columns = _TRIED
     x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
     try:
-        packed = _pack(weight)
-        return _least_s(lambda: _product(x, packed, None)) < _FASTER * _least_s(lambda: F.linear(x, weight))
+        packed = pack(weight)
+        return _least_s(lambda: product(x, packed, None)) < _FASTER * _least_s(lambda: F.linear(x, weight))
     except (AttributeError, RuntimeError):  # a torch without oneDNN, or without these private operations
         return False
 
@@ -91,12 +93,14 @@ def let_go(module: nn.Linear) -> None:
     module.weight.data = torch.full((1,), float("nan")).expand(module.weight.shape)
 
 
-def _pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor) -> Tensor:
+    """``weight`` [n, K] in oneDNN's own layout."""
     operations: Any = torch.ops.mkldnn
     return operations._reorder_linear_weight(weight.detach(), _PACKED_FOR)
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K], contiguous, times the transpose of a weight [n, K], packed or not."""
     operations: Any = torch.ops.mkldnn
     return operations._linear_pointwise(x, packed, bias, "none", [], "")
 

@@ -25,12 +25,15 @@ Maker = Callable[[Any], Callable[..., Tensor]]
 """From a module to its fused forward."""
 
 
-def fuse(model: nn.Module, device: torch.device) -> dict[str, int]:
-    """Fuses what can be fused; returns how many modules of each sort were."""
+def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[str, int]:
+    """Fuses what can be fused; returns how many modules of each sort were.
+
+    ``exact``: linear layers whose rows do not depend on others are wanted, faster or not.
+    """
     counts = {"experts": 0, "rope": 0, "norms": 0, "linears": 0}
     users = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
     trials: dict[tuple[object, ...], Maker | None] = {}
-    for sort, module in _candidates(model, device):
+    for sort, module in _candidates(model, device, exact):
         of_kind = sort.kind(module)
         if of_kind not in trials:
             trials[of_kind] = _tried(sort, module, device)
@@ -42,7 +45,7 @@ def fuse(model: nn.Module, device: torch.device) -> dict[str, int]:
     return counts
 
 
-def _candidates(model: nn.Module, device: torch.device) -> Iterator[tuple[Any, Any]]:
+def _candidates(model: nn.Module, device: torch.device, exact: bool) -> Iterator[tuple[Any, Any]]:
     kernels = runs_kernel(device)
     for module in model.modules():
         if kernels and experts.is_one(module):
@@ -51,7 +54,7 @@ def _candidates(model: nn.Module, device: torch.device) -> Iterator[tuple[Any, A
             yield rope, module
         elif norms.is_one(module):
             yield norms, module
-        elif linears.is_one(module):
+        elif linears.is_one(module, exact):
             yield linears, module
 
 

@@ -1,0 +1,43 @@
+"""Answers that depend on the cache after all, with ``exact=True``."""
+
+from __future__ import annotations
+
+from ..mutation import mutation
+
+MUTATIONS = (
+    mutation(
+        "a_split_begins_at_the_hit",
+        "I24",
+        "after a hit, sums of a query's weights are cut elsewhere than in a cold run",
+        "attention/exact served/exact",
+        ("PagedBatch._splits", "int(first[0]) // SPLIT * SPLIT", "int(first[0]) - (int(first[0]) - int(last[0])) % SPLIT"),
+    ),
+    mutation(
+        "a_piece_begins_a_tile_at_its_first_token",
+        "I24",
+        "the weights of a window are added up in other tiles by loops than by products",
+        "attention/exact",
+        ("exact.PagedBatch._splits", "lo // TILE * TILE", "lo"),
+    ),
+    mutation(
+        "the_trial_compares_nothing",
+        "",
+        "a model is called exact whatever its bits are",
+        "served/exact",
+        ("exact.trial._difference", "not all(map(torch.equal, expected, _outcome(model, run)))", "False"),
+    ),
+    mutation(
+        "a_router_s_row_alone_is_no_pair",
+        "",
+        "a token's experts are chosen by other bits if it runs alone",
+        "served/exact",
+        ("Weights.times", "rows if len(rows) > 1 else rows.expand(2, -1)", "rows"),
+    ),
+    mutation(
+        "exact_and_other_blocks_have_one_name",
+        "I14",
+        "an exact engine takes blocks that another arithmetic has computed",
+        "served/exact",
+        ("service._named", "model.exact", "False"),
+    ),
+)
