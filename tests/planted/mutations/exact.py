@@ -10,7 +10,11 @@ MUTATIONS = (
         "I24",
         "after a hit, sums of a query's weights are cut elsewhere than in a cold run",
         "attention/exact served/exact",
-        ("PagedBatch._splits", "int(first[0]) // SPLIT * SPLIT", "int(first[0]) - (int(first[0]) - int(last[0])) % SPLIT"),
+        (
+            "PagedBatch._splits",
+            "int(first[0]) // SPLIT * SPLIT",
+            "int(first[0]) - (int(first[0]) - int(last[0])) % SPLIT",
+        ),
     ),
     mutation(
         "a_piece_begins_a_tile_at_its_first_token",
