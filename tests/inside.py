@@ -172,7 +172,7 @@ def pass_nothing(of: Whole) -> None:
 
     keeping(of).boundaries._credits[End.PASSED] = 0.0
     keeping(of).boundaries._apps.clear()
-    keeping(of).boundaries._paying.clear()
+    keeping(of).boundaries._newest = None
 
 
 def touch_nothing(of: Scheduler) -> None:

@@ -92,7 +92,7 @@ class Boundaries:
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._credits = [*AT_FIRST]  # of all apps
         self._apps: OrderedDict[bytes, list[float]] = OrderedDict()
-        self._paying: dict[bytes | None, list[bool]] = {}  # by app, since the last request
+        self._newest: tuple[bytes, list[bool]] | None = None  # the last request's app, and what pays in it
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
     def is_wanted(self, name: bytes) -> bool:
@@ -137,7 +137,6 @@ class Boundaries:
                 counts[End.LEFT] += found[0] in self._left
         best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
         longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
-        self._paying.clear()
         own = self._apps.pop(app, None) or [0.0] * len(AT_FIRST)
         self._apps[app] = own
         if len(self._apps) > MOST_APPS:
@@ -152,10 +151,11 @@ class Boundaries:
                 credits[End.LEFT] += best[0] in self._left
             if longest is not None:
                 credits[End.PASSED] += 1 - reached / longest[1]
+        self._newest = app, self._judge(own)
 
     def unused(self, app: bytes) -> None:
         """Nobody has come back to a text of this app: none of its ends has paid."""
-        self._paying.clear()
+        self._newest = None
         for credits in self._credits, self._apps.get(app):
             if credits is not None:
                 _fade(credits, _OF_ENDS)
@@ -175,9 +175,9 @@ class Boundaries:
 
     def pays(self, end: End, app: bytes | None = None) -> bool:
         """Whether ends of this class are worth their memory: in this app, or in all of them together."""
-        if app not in self._paying:
-            self._paying[app] = self._judge(None if app is None else self._apps.get(app))
-        return self._paying[app][end]
+        if self._newest is not None and app == self._newest[0]:
+            return self._newest[1][end]
+        return self._judge(None if app is None else self._apps.get(app))[end]
 
     def _judge(self, own: list[float] | None) -> list[bool]:
         """Of each class, whether it pays where these are an app's own credits."""

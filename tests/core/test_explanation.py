@@ -328,7 +328,7 @@ def test_what_is_gone_otherwise_names_nobody(make_serving):
 
 
 def test_an_end_that_does_not_pay_is_told_from_what_was_pushed_out(make_serving, monkeypatch):
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.PROMPT)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.PROMPT)
     serving = make_serving(GROUPS, 60, journal_events=1000)
     said = [*prompt(0, 21), *serving.serve("before", prompt(0, 21), 24).token_ids]
     serving.serve("on", [*said, *prompt(1, 9)], 1)

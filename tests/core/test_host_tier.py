@@ -101,7 +101,7 @@ def test_a_hit_is_held_until_it_is_dropped():
 def test_answers_of_which_nothing_is_found_again_go_first(monkeypatch):
     engine, counts = Outside(host_memory=20_000), []
     for paying in (End.ANSWER, End.PASSED, End.PROMPT):
-        monkeypatch.setattr(Boundaries, "pays", lambda self, end, paying=paying: end is paying)
+        monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"", paying=paying: end is paying)
         seq = engine.begin([1000 * paying + k for k in range(64)])
         engine.compute(seq, 40)
         blocks = [np.asarray(seq.tables[g], np.int32) for g in range(3)]
@@ -115,7 +115,7 @@ def test_answers_of_which_nothing_is_found_again_go_first(monkeypatch):
 
 
 def test_what_a_conversation_moves_on_from_goes_first_unless_others_want_it(monkeypatch):
-    monkeypatch.setattr(Boundaries, "pays", lambda self, end: end is End.ANSWER)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.ANSWER)
     engine, shared, talk = Outside(host_memory=20_000), list(range(40)), list(range(500, 540))
 
     def superseded():

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from breadth import breadth
 from patience import FOREVER_S, PATIENCE_S
 
 from runner import AsyncLLM, needle
@@ -119,7 +118,6 @@ def test_who_has_not_been_queued_yet_is_told_as_well(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-@breadth
 def test_the_command_serves_and_ends_on_sigterm() -> None:
     """With OpenAI's client; `test_deadline.py` has the same in a server that has trouble to end."""
     command = [

@@ -11,6 +11,7 @@ import pytest
 
 from core.audit.damage import a_store, assert_seen, row_of
 from core.driving import Serving
+from kvtier.coordinator.keeping import Course
 from kvtier.coordinator.tracked import ForTransfer, ForTwin, State
 from kvtier.cpu_offload.transfer import TransferState
 from kvtier.gpu_pool.row_state import Geo, Phase
@@ -224,9 +225,15 @@ def plant_names_of_an_older_step(s: Serving) -> None:
     inside.keep_names(s.scheduler.roster, ["gone", *s.scheduler.roster.names()[1:]])
 
 
+def plant_window_of_a_kept_end_that_goes_first(s: Serving) -> None:
+    row, seq = row_of(s), next(seq for seq in s.scheduler.running if seq.row == row_of(s))
+    seq.course.kept.add(8)
+    inside.coordinator(s.cache).tables.arrays.superseded[row, :2] = 4, 8
+
+
 def plant_request_that_waits_for_a_twin_that_is_gone(s: Serving) -> None:
     twin = next(seq for seq in s.scheduler.running if seq.request.request_id == "B")
-    gone = dataclasses.replace(twin, branches={8})
+    gone = dataclasses.replace(twin, course=Course(branches={8}))
     s.scheduler.waiting[0].waits_for = ForTwin(gone, 8)
 
 
@@ -336,6 +343,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_decode_that_thinks_it_reads_its_prompt: ["I2 has sampled tokens, but its row is"],
     plant_longer_window: ["I23 the spec says"],
     plant_names_of_an_older_step: ["I2 rows lead to other requests than those that have them"],
+    plant_window_of_a_kept_end_that_goes_first: ["I31 are superseded, and its hit at 8 needs them"],
     plant_request_that_waits_for_a_twin_that_is_gone: ["I30 which does not run"],
     plant_load_that_nobody_looks_after: ["I30 waits for a load whose end nobody will notice"],
     plant_running_request_that_has_ended: ["I2 has row"],
