@@ -14,6 +14,7 @@ except OSError:
 
 import functools
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -114,6 +115,17 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             f"{left_out} tests more, of the same kinds, are in `make test-all` (KVTIER_TESTS=all; docs/TESTING.md)"
         )
     _say_order(terminalreporter)
+
+
+@pytest.fixture(autouse=True)
+def leave_logging_as_it_was() -> Iterator[None]:
+    """`kvtier serve` in a test's process sets up logging for good, on a stderr that is closed after the test."""
+    logs = [logging.getLogger(name) for name in ("kvtier", "uvicorn", "uvicorn.access")]
+    before = [(log.handlers[:], log.level, log.propagate) for log in logs]
+    yield
+    for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+        log.handlers[:], log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

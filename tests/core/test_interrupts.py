@@ -145,6 +145,7 @@ def stop() -> None:
     raise Stop
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the line may be one of a finalizer
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(kind, name) for kind in ("threads", "streams") for name in ("submit", "poll", "wait", "order_after", "close")]
