@@ -210,7 +210,7 @@ MUTATIONS = (
         "end_of_a_wanted_prompt_goes_cold",
         "I21",
         "a prompt that is sent over and over loses its window",
-        "core/coordinator/retention",
+        "core/coordinator/keeping",
         (
             "Keeping.end_prompt",
             "any(self.boundaries.is_wanted(self.name(keys, boundary)) for boundary in ends)",
