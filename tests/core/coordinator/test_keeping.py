@@ -9,7 +9,7 @@ from breadth import sized
 from hypothesis import given, settings, strategies as st
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.coordinator.boundaries import End
+from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.coordinator.keeping import Course, Keeping
 from kvtier.geometry.spec import Attention, Kind
 from kvtier.testing import canary_spec
@@ -157,12 +157,12 @@ def test_a_stem_whose_content_has_gone_is_named_again():
     assert keeping.parted(told.course, 80, 380) == []
 
 
-def test_the_end_of_a_prompt_that_others_have_wanted_stays_though_such_ends_do_not_pay():
+def test_the_end_of_a_prompt_that_others_have_wanted_stays_though_such_ends_do_not_pay(monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.ANSWER)
     keeping = Keeping(SPEC.groups, UNIT, HASH)
     turn(keeping, [1] * 80, 0, 20)
     turn(keeping, [*([1] * 80), *([2] * 40)], 80, 4)
     again = Told([1] * 80)
     keeping.begin(again.course, again.keys, 80, 60, 60, lambda _: 1e9)
-    assert not keeping.boundaries.pays(End.PROMPT, again.course.app)
     keeping.end_prompt(again.course, again.keys, 80)
     assert again.course.kept >= {76, 80} and again.course.cold_from == again.course.cold_to
