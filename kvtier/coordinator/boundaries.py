@@ -11,15 +11,16 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
     STEM     where a caller says that prompts part, or where they have parted
     PASSED   anywhere else: windows came by, and let go of what a hit there needs
 
-A hit credits its end's class. So does what the full-attention groups alone have found: with its windows it would have
-been a hit. Credits fade with each request.
+A hit credits its end's class. So does what would have been a hit: full attention alone has it, or all of it has gone.
+Credits of stems and of what is passed fade with each request. Credits of ends fade with each text that goes on from
+another one, and with each text that nobody comes back to: both are a chance that an end has had.
 
 One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
 that begin with the same unit, as with one system prompt. Until it has credits enough, other apps' tell what pays.
 
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
-Does not   know blocks: ``Retention`` (rows) and ``HostText`` (the host tier's door) ask it what to keep.
+Does not   know blocks, nor texts: ``Keeping`` asks it which ends to keep.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ Found = tuple[bytes, int]
 MOST = 65_536
 """Boundaries that are remembered, of those that were wanted and of ends."""
 FADES = 0.98
-"""The weight of the past after each request: some fifty requests count."""
+"""The weight of the past after each chance: some fifty count."""
 PAYS = 0.05
-"""Ends are kept if their class has this share of all credits: keeping them in vain costs memory, not keeping them in
-vain costs the whole hit."""
+"""Ends are kept if their class has this share of the credits of all ends and of unused texts. Stems and what is passed
+need it of the credits of all classes. To keep them in vain costs memory, to miss them costs the whole hit."""
 SLACK = 64
 """Tokens before the end of a prompt that a hit may end at too. A template writes the last of them anew: the header of
 the next answer, its thinking. That is some ten tokens, forty at most."""
@@ -128,7 +129,7 @@ class Boundaries:
         return self.is_end(name)
 
     def learn(self, hit: Found | None, missed: Found | None = None, app: bytes = b"") -> None:
-        """A request of this app begins. Its hit ends at ``hit``; the full-attention groups alone have found ``missed``,
+        """A request of this app begins. Its hit ends at ``hit``. If all content were there, it would end at ``missed``,
         which is longer."""
         hit_end, missed_end = hit and self._class_of(hit), missed and self._class_of(missed)
         for counts, found, end in (self._hits, hit, hit_end), (self._missed, missed, missed_end):

@@ -110,9 +110,9 @@ class HybridModel:
         forwards. ``exact``: no bit of K, V or logits depends on hits, chunks or neighbours; on a CPU, by an attention
         and products of its own. A trial shows it, of three forwards of 268 tokens.
 
-        Raises ``ModelLoadError`` for files that cannot be read. Two errors come before any weight is read, if the
+        Raises ``ModelLoadError`` for files that cannot be read. Three errors come before any weight is read, if the
         config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
-        "flashinfer" cannot run, ``NotExact`` if ``exact`` cannot be kept. The trial may raise the latter, too.
+        "flashinfer" cannot run, ``NotExact`` if ``exact`` cannot be kept. The trial may raise the last of them, too.
         ``MemoryUnavailable`` means that the device has no room for the weights.
         """
         from runner.model.exact.trial import make_exact
