@@ -14,6 +14,7 @@ there for each step. Pools do not move.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -317,7 +318,8 @@ class CudaCapture:
                 torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own if a capture cannot be ended
 
     def _record(self, forward: Callable[[], Tensor], stream: torch.cuda.Stream) -> Captured:
-        graph, cause = torch.cuda.CUDAGraph(), None
+        graph, cause, collects = torch.cuda.CUDAGraph(), None, gc.isenabled()
+        gc.disable()  # pinned memory that it frees within a capture is an error, which stays with torch's allocator
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 try:
@@ -332,5 +334,9 @@ class CudaCapture:
             if cause is not None:
                 raise cause  # noqa: B904 - the end that fails is its consequence
             raise
+        finally:
+            cause = None  # it refers to this frame, and so to all that the forward holds
+            if collects:
+                gc.enable()
         self._pool = graph.pool()
         return graph.replay, logits
