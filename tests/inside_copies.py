@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from kvtier import KVCache
 if TYPE_CHECKING:
     import pytest
 
-    from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi
+    from kvtier.cpu_offload.engines.cuda.driver import CudaApi
     from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
     from kvtier.cpu_offload.engines.cuda.link import CudaLink
     from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
@@ -145,11 +144,6 @@ def use_sums(link: CudaLink, made: Any) -> None:
     link._sums = made
 
 
-def use_batch(runtime: CudaRuntime, batch: BatchCopy | None) -> None:
-    """Copies in batches by ``batch``; without one, each on its own."""
-    runtime._batch = batch
-
-
 def use_starts(runtime: CudaRuntime, starts: Any) -> None:
     """The runtime takes these for the registrations of the host memory."""
     runtime._starts = starts
@@ -163,13 +157,6 @@ def held(runtime: CudaRuntime) -> dict[int, Any]:
 def beside(runtime: CudaRuntime, stream: int) -> int:
     """The stream that takes the checksums of a copy stream."""
     return runtime._beside[stream]
-
-
-def mix_up_forms(batch: BatchCopy) -> None:
-    """The function of CUDA 12.8 is called as that of CUDA 13."""
-    from kvtier.cpu_offload.engines.cuda.driver import ABIS
-
-    batch._call, batch._fails = ABIS[13000](ctypes.cast(batch._call, ctypes.c_void_p).value), False
 
 
 def pinned_memory(cache: KVCache) -> HostMemory:

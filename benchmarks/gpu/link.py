@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.rig import GROUPS, TOKENS, Rig, layout
-from kvtier.cpu_offload.engines.cuda import runtime as cuda_module
-from kvtier.cpu_offload.engines.cuda.driver import CudaApi, SourceOrder
+from kvtier.cpu_offload.engines.cuda.descriptors import Copies
+from kvtier.cpu_offload.engines.cuda.driver import CudaApi, copy_each
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.cuda.runtime import DeviceSums
 from kvtier.cpu_offload.transfer import Direction
@@ -113,8 +113,9 @@ def raw(setup: Setup, pinned: HostMemory) -> tuple[dict[Direction, float], float
             host = pinned.address + (n if len(directions) > 1 and d is LOAD else 0)
             device = arena.address + (n if len(directions) > 1 and d is LOAD else 0)
             dst, src = (host, device) if d is STORE else (device, host)
-            for at in range(0, n, _step(n, pinned)):
-                api.copy(dst + at, src + at, min(_step(n, pinned), n - at), streams[d])
+            at = np.arange(0, n, _step(n, pinned), dtype=np.uint64)
+            sizes = np.minimum(at + np.uint64(_step(n, pinned)), np.uint64(n)) - at
+            copy_each(api.copy_function(), Copies(at + np.uint64(dst), at + np.uint64(src), sizes), streams[d])
         for d in directions:
             api.synchronize(streams[d])
         return len(directions) * n / (time.perf_counter() - begun) / 1e9
@@ -149,7 +150,6 @@ def engine(
     count = min(_count(group, setup), pinned.num_bytes // group.block_bytes - 1)
     rig = Rig(group, count, pinned, setup.api, setup.device)
     setup.on_device(rig.device)
-    size = count * group.block_bytes
     try:
         yield from _layouts(rig, name, count, peaks, setup.repeats)
         device, host = layout(count, 1.0 - 1500 / count)
@@ -158,7 +158,6 @@ def engine(
         rig.seconds(rig.transfer(LOAD, device, host))
         cpu, copies = rig.runtime.submit_s - cpu, rig.runtime.counts["copies"] - copies
         yield Figure("submit", f"{name}, whole, {copies:,} copies", 1e3 * cpu, "ms", at_most=1.0)
-        yield from _order(rig, name, layout(count, 0.5), size, setup.repeats)
         yield from _duplex(rig, name, group, count, duplex, setup.repeats)
         plain = _median(rig, layout(count, 0.5), setup.repeats)
     finally:
@@ -203,19 +202,6 @@ def _layouts(rig: Rig, name: str, count: int, peaks: dict[Direction, float], rep
 
 def _median(rig: Rig, ids: tuple[np.ndarray, np.ndarray], repeats: int) -> dict[Direction, float]:
     return {d: statistics.median(rig.seconds(rig.transfer(d, *ids)) for _ in range(repeats)) for d in Direction}
-
-
-def _order(rig: Rig, name: str, ids: tuple[np.ndarray, np.ndarray], size: int, repeats: int) -> Iterator[Figure]:
-    """Whether a load gains from a source order that the driver may relax."""
-    saved, rates = cuda_module.ORDER[LOAD], {}
-    try:
-        for order in SourceOrder:
-            cuda_module.ORDER[LOAD] = order
-            rates[order] = size / _median(rig, ids, repeats)[LOAD] / 1e9
-    finally:
-        cuda_module.ORDER[LOAD] = saved
-    gain = 100 * (rates[SourceOrder.ANY] / rates[SourceOrder.STREAM] - 1)
-    yield Figure("engine", f"{name} load, gain of source order ANY", gain, "%")
 
 
 def _duplex(rig: Rig, name: str, group: GroupSpec, count: int, raw: float, repeats: int) -> Iterator[Figure]:

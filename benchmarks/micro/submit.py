@@ -1,7 +1,7 @@
-"""What submitting a load costs the CPU: addresses, coalescing, streams and events, and a driver call that does nothing.
+"""What submitting a load costs the CPU: addresses, coalescing, streams and events, and driver calls that do nothing.
 
-A long prompt's full-attention blocks, in as many runs as a pool that has been in use hands out. The driver's own share,
-about half a microsecond a descriptor where others measured it, comes on top; ``benchmarks.gpu`` measures the whole.
+A long prompt's full-attention blocks, in as many runs as a pool that has been in use hands out. The driver's own share
+comes on top; ``benchmarks.gpu`` measures the whole.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MODELS = {
 }
 RUNS = 1_500
 
-P, N = numba.types.voidptr, numba.types.uint64
+N = numba.types.uint64
 
 
-@numba.cfunc(numba.int32(P, P, P, N, P, P, N, P, P))
-def _nothing(dsts, srcs, sizes, count, attrs, idxs, num_attrs, fail_idx, stream):  # type: ignore[no-untyped-def]
+@numba.cfunc(numba.int32(N, N, N, N))
+def _nothing(dst, src, num_bytes, stream):  # type: ignore[no-untyped-def]
     return 0
 
 
@@ -43,7 +43,7 @@ class NoDriver:
     def __init__(self) -> None:
         self._handles = itertools.count(1)
 
-    def entry_point(self, symbol: bytes, version: int) -> int:
+    def copy_function(self) -> int:
         return int(_nothing.address or 0)
 
     def new_stream(self, urgent: bool) -> int:

@@ -82,10 +82,6 @@ class LatencyStats:
 class LinkStats:
     """A GPU's link to its host tier. Speeds in GB/s (1e9 bytes), measured when the cache was built."""
 
-    path: str
-    """How the copy engines are driven: "batch" (one driver call a transfer) or "loop" (one a copy)."""
-    batch_abi: int | None
-    """CUDA version of the batched copy in use; None without a batched copy."""
     store_gbps: float | None
     """One long copy from device to host; None if it was not measured."""
     load_gbps: float | None
@@ -93,7 +89,7 @@ class LinkStats:
     """Counter, as are the following."""
     blocks: int
     copies: int
-    """Descriptors given to the driver: blocks, neighbours merged."""
+    """Given to the driver: blocks, neighbours merged."""
     submit_s: float
     """CPU seconds spent giving copies to the streams."""
     pinned_bytes: int = 0

@@ -1,7 +1,7 @@
 """The CUDA calls that need a GPU, played on this process's memory: addresses are real, and every byte is really moved.
 
 Only ``CudaApi`` is played. Streams are queues that run late and out of step with each other, when somebody asks after
-an event; a batched copy arrives through a C function of the driver's very signature and is executed in any order.
+an event; a copy arrives through a C function of the driver's very signature.
 Whatever a real driver would refuse, or would silently do wrong, is refused or noted in ``problems``.
 The compute stream is the host itself: what a test writes has happened at once, so a wait of the compute stream runs the
 other streams up to there. A test may give it a queue of work that is late, ``streams[COMPUTE]``.
@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.cpu_offload.engines.cuda.driver import ABIS, NO_DESCRIPTOR, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.cuda.driver import CudaError
 from kvtier.cpu_offload.tier_memory import TierMemory
 
 INVALID_VALUE, OUT_OF_MEMORY, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 2, 700, 712
 COMPUTE = 0x77
 PAGE = 4096
+_MEMCPY_ASYNC = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 
 
 @dataclass(eq=False)
@@ -42,31 +43,28 @@ class Stream:
 
 
 class FakeCuda:
-    """``driver``: the CUDA version that the driver is for; ``pinnable``: bytes that can be pinned."""
+    """``pinnable``: bytes that can be pinned."""
 
-    def __init__(self, seed: int = 0, driver: int = 13000, pinnable: int = 1 << 40) -> None:
-        self.driver = driver
+    def __init__(self, seed: int = 0, pinnable: int = 1 << 40) -> None:
         self.pinnable = pinnable
         self.problems: list[str] = []
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, Mark | None] = {}
         self.registered: dict[int, int] = {}
         self.device_ranges: list[tuple[int, int]] = []
-        self.batches: list[tuple[int, SourceOrder, int]] = []
-        """(number of copies, order, stream) of every batched copy."""
-        self.single_copies = 0
-        self.fail_batch: tuple[int, int, int] | None = None
-        """(status, k, n): a batch of n copies fails with this status at copy k; those before it are under way."""
+        self.copies: list[tuple[int, int, int, int]] = []
+        """(dst, src, bytes, stream) of every copy."""
+        self.refuse: Callable[[int, int, int, int], int] = lambda dst, src, num_bytes, stream: 0
+        """The status of a copy; one that is not 0 is not made."""
         self.lost = False
         self.held = False
         """Streams stand still."""
-        self.asked_for: list[int] = []
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._handles = count(0x1000, 16)
         self._bound = {threading.get_ident()}
         self._scheduler = threading.get_ident()
-        self._entry_points: dict[int, Any] = {}
+        self._function = _MEMCPY_ASYNC(self._copy)
 
     # --- CudaApi ----------------------------------------------------------------------------------
 
@@ -138,20 +136,8 @@ class FakeCuda:
             while self.streams[stream].queue and self.progress(1):
                 pass
 
-    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        self._check_bound()
-        self.single_copies += 1
-        if problem := self._refused(dst, src, num_bytes):
-            raise CudaError("cudaMemcpyAsync", INVALID_VALUE, problem)
-        self.enqueue(stream, lambda: ctypes.memmove(dst, src, num_bytes))
-
-    def entry_point(self, symbol: bytes, version: int) -> int | None:
-        self.asked_for.append(version)
-        if symbol != b"cuMemcpyBatchAsync" or version > self.driver or self.driver < 12080:
-            return None
-        if version not in self._entry_points:
-            self._entry_points[version] = ABIS[version](self._batch_9 if version < 13000 else self._batch_8)
-        return ctypes.cast(self._entry_points[version], ctypes.c_void_p).value
+    def copy_function(self) -> int:
+        return ctypes.cast(self._function, ctypes.c_void_p).value or 0
 
     def host_register(self, address: int, num_bytes: int) -> None:
         for at, n in self.registered.items():
@@ -164,50 +150,21 @@ class FakeCuda:
     def host_unregister(self, address: int) -> None:
         del self.registered[address]
 
-    # --- the batched copy, as C calls it ----------------------------------------------------------
+    # --- cuMemcpyAsync, as C calls it -------------------------------------------------------------
 
-    def _batch_9(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, fail_idx, stream):  # type: ignore[no-untyped-def]
-        if not fail_idx:
-            self.problems.append("failIdx is null")
-            return INVALID_VALUE
-        fail_idx[0] = NO_DESCRIPTOR
-        return self._batch(dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, fail_idx)
-
-    def _batch_8(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream):  # type: ignore[no-untyped-def]
-        return self._batch(dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, None)
-
-    def _batch(self, dsts, srcs, sizes, n, attrs, idxs, num_attrs, stream, fail_idx):  # type: ignore[no-untyped-def]
+    def _copy(self, dst: int, src: int, num_bytes: int, stream: int | None) -> int:
         self._check_bound()
         try:
             if stream not in self.streams:
-                self.problems.append(f"a batched copy on stream {stream}")
+                self.problems.append(f"a copy on stream {stream}")
                 return INVALID_VALUE
-            if n == 0 or num_attrs != 1 or idxs[0] != 0:
-                self.problems.append(f"a batch of {n} copies with {num_attrs} attributes")
+            if self._refused(dst, src, num_bytes):
                 return INVALID_VALUE
-            order = SourceOrder(attrs[0].src_access_order)
-            if ctypes.sizeof(attrs[0]) != 24 or attrs[0].flags:
-                self.problems.append("attributes of another shape")
-            rows = [list((ctypes.c_uint64 * n).from_address(a)) for a in (dsts, srcs, sizes)]
-            self.batches.append((n, order, stream))
-            ops, status = [], 0
-            fail = self.fail_batch if self.fail_batch and self.fail_batch[2] == n else None
-            for k, (dst, src, num_bytes) in enumerate(zip(*rows, strict=True)):
-                refused = self._refused(dst, src, num_bytes)
-                if refused or (fail is not None and k == fail[1]):
-                    status = INVALID_VALUE if refused else fail[0]
-                    if fail_idx is not None:
-                        fail_idx[0] = k
-                    break
-                if order is SourceOrder.ANY:  # it may be read at once, whatever the stream is still waiting for
-                    held = ctypes.string_at(src, num_bytes)
-                    ops.append(lambda dst=dst, held=held: ctypes.memmove(dst, held, len(held)))
-                else:
-                    ops.append(lambda dst=dst, src=src, n=num_bytes: ctypes.memmove(dst, src, n))
-            self._random.shuffle(ops)
-            for op in ops:
-                self.enqueue(stream, op)
-            return status
+            if status := self.refuse(dst, src, num_bytes, stream):
+                return status
+            self.copies.append((dst, src, num_bytes, stream))
+            self.enqueue(stream, lambda: ctypes.memmove(dst, src, num_bytes))
+            return 0
         except Exception as problem:  # ctypes would swallow it
             self.problems.append(repr(problem))
             return INVALID_VALUE

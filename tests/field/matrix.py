@@ -17,7 +17,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("FIELD-BUGS*.md"))
 
-LAST_ENTRY = {"A": 21, "B": 15, "C": 16, "D": 17, "E": 11, "F": 12, "G": 12, "H": 5, "I": 3, "J": 7, "K": 10}
+LAST_ENTRY = {"A": 21, "B": 15, "C": 16, "D": 17, "E": 11, "F": 12, "G": 13, "H": 5, "I": 3, "J": 7, "K": 10}
 ENTRIES = [f"{section}{n}" for section, last in LAST_ENTRY.items() for n in range(1, last + 1)]
 
 ITEM = re.compile(r"^- \*\*([A-K]-?\d+)\*\* (.*(?:\n  .*)*)", re.MULTILINE)

@@ -353,13 +353,13 @@ def test_traffic_is_always_under_way_in_its_directions(rig: Rig, directions: tup
 
 
 def test_traffic_that_fails_is_no_figure(rig: Rig, stage: Stage) -> None:
-    stage.link.api.fail_batch = 999, 0, 1
+    stage.link.api.refuse = lambda *copy: 999
     traffic = Traffic(rig, (LOAD,))
     traffic._ids = {LOAD: tuple(ids[:1] for ids in traffic._ids[LOAD])}
     with pytest.raises(RuntimeError, match="999"):
         traffic.top_up()
         traffic.drain()
-    stage.link.api.fail_batch = None
+    stage.link.api.refuse = lambda *copy: 0
     while rig.engine.wait(0.1):
         rig.engine.poll()
 

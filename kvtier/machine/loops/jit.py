@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -89,12 +90,39 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
 
 
 _instruction: Any = intrinsic(_prefetch)
-_OF_PREFETCH: Any = {"forceinline": True, "_nrt": False}
+_AS_A_PART: Any = {"forceinline": True, "_nrt": False}
 
 
-@overload(prefetch, jit_options=_OF_PREFETCH)
+@overload(prefetch, jit_options=_AS_A_PART)
 def _compiled_prefetch(array: Any, index: Any) -> Any:
     def compiled(array: Any, index: Any) -> Any:
         return _instruction(array, index)
+
+    return compiled
+
+
+_FOREIGN = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_uint64] * 4)
+
+
+def foreign(address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """In a compiled loop: calls the C function at ``address`` with four integers of 64 bits; its result has 32."""
+    return _FOREIGN(int(address))(int(a), int(b), int(c), int(d))
+
+
+def _foreign(_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(64)] * 4)
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return types.int32(*[types.uint64] * 5), generate
+
+
+_call: Any = intrinsic(_foreign)
+
+
+@overload(foreign, jit_options=_AS_A_PART)
+def _compiled_foreign(address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    def compiled(address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return _call(address, a, b, c, d)
 
     return compiled

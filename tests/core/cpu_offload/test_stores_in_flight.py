@@ -34,7 +34,7 @@ def test_stores_in_flight_are_bounded_and_the_rest_follow(make_serving, monkeypa
 @pytest.mark.parametrize(("blocks_a_second", "most"), [(None, 3), (2, 3), (5, 5)])
 def test_stores_in_flight_follow_a_link_that_was_measured(make_serving, monkeypatch, blocks_a_second, most):
     gbps = blocks_a_second and blocks_a_second * 128 / 1e9
-    link = LinkStats("batch", None, gbps, None, transfers=0, blocks=0, copies=0, submit_s=0.0)
+    link = LinkStats(gbps, None, transfers=0, blocks=0, copies=0, submit_s=0.0)
     monkeypatch.setattr(HeldEngine, "link_stats", lambda engine: link, raising=False)
     monkeypatch.setattr(store_queue, "STORE_BYTES_IN_FLIGHT", 3 * 128)
     monkeypatch.setattr(store_queue, "STORE_S_IN_FLIGHT", 1.0)
@@ -336,7 +336,7 @@ def test_a_writer_that_cannot_be_ordered_is_no_end_of_the_step(make_serving, mon
 def test_what_an_engine_says_of_its_link_may_be_nonsense(gbps):
     class Told(SimulatedEngine):
         def link_stats(self):
-            return LinkStats("", None, gbps, gbps, 0, 0, 0, 0.0)
+            return LinkStats(gbps, gbps, 0, 0, 0, 0.0)
 
     spec = canary_spec({"full": (FullAttention(), 4)})
     with KVCache(spec, device_blocks={"full": 8}, host_blocks={"full": 8}, copy_engine=Told) as cache:

@@ -13,11 +13,11 @@ MUTATIONS = (
         ("_merge", "dst[k] == d + n and src[k] == s + n", "dst[k] == d + n"),
     ),
     mutation(
-        "cuda_the_form_of_nine_arguments_is_called_with_eight",
+        "cuda_a_copy_that_is_refused_is_passed_over",
         "I29",
-        "the driver takes the stream for the place to write failIdx to",
-        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/link",
-        ("BatchCopy.__init__", "version < 13000", "False"),
+        "the copies behind it are made, and nobody hears of it",
+        "core/cpu_offload/engines/cuda/engine core/cpu_offload/engines/cuda/engine_failures",
+        ("_copy_each", "status[0] != 0", "False"),
     ),
     mutation(
         "cuda_a_copy_counts_as_ended_when_it_was_submitted",

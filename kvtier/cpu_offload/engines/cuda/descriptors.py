@@ -5,8 +5,8 @@ Promises   the copies together move exactly the bytes of the blocks, each byte o
            memory. Keeps I29.
 Does not   sort: blocks that allocators hand out together lie in runs already.
 
-A batched copy costs the CPU about half a microsecond for each descriptor, and the driver never merges adjacent
-descriptors (vLLM PR 48434). So merging is worth more than anything else about a submission.
+A copy costs the CPU about a microsecond, and the driver never merges neighbours. So merging is worth more than anything
+else about a submission.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The copy engine's calls to CUDA: streams, events, copies, registered memory; and the batched copy's two ABIs.
+"""The copy engine's calls to CUDA: streams, events, copies, registered memory.
 
 Owns       the shape of every CUDA call that the engine makes (``CudaApi``), and ``CuPyApi``, which makes them.
-Promises   a batched copy is always called with the arguments of exactly the version that was asked for. It
-           never runs on the legacy null stream, which the driver forbids.
+Promises   each copy is a call of its own: the driver's batched copy has lost bytes (ADR 41).
 Does not   decide which bytes to copy or the order of work; hold tensors: torch does.
 
 torch owns the compute stream. The copy streams are CuPy's own: torch's pool has 32 streams, and one stream may have
@@ -13,13 +12,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from enum import IntEnum
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+import numpy as np
 
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.machine.device import install_extra
 from kvtier.machine.errors import DeviceUnavailable, TransferError
+from kvtier.machine.loops.jit import foreign, jit
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered behind the legacy null stream
 NO_TIMING = 2  # cudaEventDisableTiming
@@ -28,9 +29,6 @@ NOT_READY = 600  # cudaErrorNotReady
 NOT_NOW = range(900, 909)
 """Errors of stream capture: the process captures a graph in a mode that forbids other threads to ask."""
 PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
-DEFAULT_KIND = 4  # cudaMemcpyDefault: the driver knows which side is which
-ENTRY_POINT = b"cuMemcpyBatchAsync"
-NO_DESCRIPTOR = ctypes.c_size_t(-1).value  # failIdx of an error that is no single copy's fault
 
 
 class CudaError(TransferError):
@@ -39,15 +37,6 @@ class CudaError(TransferError):
     def __init__(self, call: str, status: int, detail: str = "") -> None:
         self.status = status
         super().__init__(f"{call} failed with CUDA error {status}{': ' if detail else ''}{detail}")
-
-
-class SourceOrder(IntEnum):
-    """When a batched copy may read its source (CUmemcpySrcAccessOrder)."""
-
-    STREAM = 1
-    """Behind all work that its stream was given before."""
-    ANY = 3
-    """At any time, even before the stream has come that far: only for memory without writers."""
 
 
 class CudaApi(Protocol):
@@ -87,11 +76,8 @@ class CudaApi(Protocol):
     def synchronize(self, stream: int) -> None:
         """Waits for the stream."""
 
-    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        """One asynchronous copy."""
-
-    def entry_point(self, symbol: bytes, version: int) -> int | None:
-        """Address of a driver function in its form of CUDA ``version`` (12080 is 12.8); None if missing."""
+    def copy_function(self) -> int:
+        """The address of a C function: one asynchronous copy, (dst, src, bytes, stream) -> status (``copy_each``)."""
 
     def host_register(self, address: int, num_bytes: int) -> None:
         """Pins host memory for this device. Raises ``CudaError``."""
@@ -100,72 +86,35 @@ class CudaApi(Protocol):
         """Undoes ``host_register``."""
 
 
-# --- the batched copy -----------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
-class _Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+@jit
+def _copy_each(function: Any, dst: Any, src: Any, sizes: Any, stream: Any, status: Any) -> int:
+    """Returns the number of copies that were enqueued. ``status`` [1]: of the last call."""
+    for k in range(len(dst)):
+        status[0] = foreign(function, dst[k], src[k], sizes[k], stream)
+        if status[0] != 0:
+            return k
+    return len(dst)
 
 
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes; the hints are for managed and pageable memory only."""
+def copy_each(function: int, copies: Copies, stream: int) -> None:
+    """Enqueues one copy after the other by ``CudaApi.copy_function``, without the interpreter's lock.
 
-    _fields_ = [
-        ("src_access_order", ctypes.c_int),
-        ("src_hint", _Location),
-        ("dst_hint", _Location),
-        ("flags", ctypes.c_uint),
-    ]
-
-
-_P, _N = ctypes.c_void_p, ctypes.c_size_t
-_COMMON = (_P, _P, _P, _N, ctypes.POINTER(_Attributes), ctypes.POINTER(_N), _N)  # dsts srcs sizes count attrs idxs n
-ABIS = {
-    12080: ctypes.CFUNCTYPE(ctypes.c_int, *_COMMON, ctypes.POINTER(_N), _P),  # ..., failIdx, stream
-    13000: ctypes.CFUNCTYPE(ctypes.c_int, *_COMMON, _P),  # ..., stream
-}
-"""cuMemcpyBatchAsync in the form of each version that can be asked for. 9 arguments became 8 in CUDA 13."""
-
-
-class BatchCopy:
-    """``cuMemcpyBatchAsync`` in one of its forms."""
-
-    def __init__(self, address: int, version: int) -> None:
-        self.version = version
-        self._call: Any = ABIS[version](address)
-        self._fails = version < 13000  # it takes failIdx
-
-    @staticmethod
-    def find(api: CudaApi) -> BatchCopy | None:
-        """The driver's batched copy; None if it has none (before 12.8). A CUDA 13 driver still gives out 12.8's
-        form."""
-        for version in ABIS:
-            address = api.entry_point(ENTRY_POINT, version)
-            if address:
-                return BatchCopy(address, version)
-        return None
-
-    def __call__(self, copies: Copies, order: SourceOrder, stream: int) -> None:
-        """Enqueues all copies with one call. Raises ``CudaError``; then some of them may be under way."""
-        if stream in (0, LEGACY):
-            raise TransferError("a batched copy must not go to the legacy null stream")
-        count = len(copies.dst)
-        if count == 0:
-            return
-        attributes, first, failed = _Attributes(src_access_order=order), _N(0), _N(NO_DESCRIPTOR)
-        arrays = (copies.dst.ctypes.data, copies.src.ctypes.data, copies.sizes.ctypes.data)
-        common = (*arrays, count, ctypes.byref(attributes), ctypes.byref(first), 1)
-        status = self._call(*common, ctypes.byref(failed), stream) if self._fails else self._call(*common, stream)
-        if status:
-            which = "" if failed.value == NO_DESCRIPTOR else f"copy {failed.value} of {count}"
-            raise CudaError("cuMemcpyBatchAsync", status, which)
+    Raises ``CudaError`` at the first that is refused; those before it are under way.
+    """
+    status, count = np.zeros(1, np.int32), len(copies.dst)
+    done = _copy_each(np.uint64(function), *copies, np.uint64(stream), status)
+    if done < count:
+        raise CudaError("cuMemcpyAsync", int(status[0]), f"copy {done} of {count}")
 
 
 # --- the real thing -------------------------------------------------------------------------------
 
 
 class CuPyApi:
-    """CUDA through CuPy's runtime binding, and through libcuda for the one call that CuPy lacks."""
+    """CUDA through CuPy's runtime binding, and copies through libcuda."""
 
     def __init__(self, index: int) -> None:
         """``index``: the device's number. Raises ``DeviceUnavailable`` if CuPy is missing."""
@@ -246,20 +195,8 @@ class CuPyApi:
         with self._call("cudaStreamSynchronize") as runtime:
             runtime.streamSynchronize(stream)
 
-    def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
-        try:  # by a bound thread, thousands at a time
-            self._runtime.memcpyAsync(dst, src, num_bytes, DEFAULT_KIND, stream)
-        except self._runtime.CUDARuntimeError as problem:
-            raise CudaError("cudaMemcpyAsync", int(problem.status), str(problem)) from problem
-
-    def entry_point(self, symbol: bytes, version: int) -> int | None:
-        found, status = ctypes.c_void_p(), ctypes.c_int(0)
-        with suppress(AttributeError):  # a driver before 12.0 has the form with four arguments only
-            error = self._driver.cuGetProcAddress_v2(
-                symbol, ctypes.byref(found), version, ctypes.c_uint64(0), ctypes.byref(status)
-            )
-            return found.value if error == 0 and status.value == 0 else None
-        return None
+    def copy_function(self) -> int:
+        return ctypes.cast(self._driver.cuMemcpyAsync, ctypes.c_void_p).value or 0
 
     def host_register(self, address: int, num_bytes: int) -> None:
         with self._call("cudaHostRegister") as runtime:

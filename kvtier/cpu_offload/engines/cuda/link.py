@@ -146,7 +146,7 @@ class CudaLink(EngineFactory):
             best = 1e9
             for _ in range(MEASURED):
                 begun = time.perf_counter()
-                runtime.send(Copies(dst, src, size), direction, stream)
+                runtime.send(Copies(dst, src, size), stream)
                 self._api.synchronize(stream)
                 best = min(best, time.perf_counter() - begun)
             return max(best, 1e-9)

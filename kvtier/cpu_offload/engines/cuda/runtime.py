@@ -1,11 +1,11 @@
 """``CudaRuntime``: the ``StreamRuntime`` of ``StreamsEngine``, on CUDA.
 
 Owns       the copy streams, a pool of events, and the measurements of the link.
-Promises   a transfer is one driver call for all of its copies, neighbours merged; without such a call in the driver, a
-           loop. With ``verify="full"`` checksums are taken on a stream beside each copy stream. A store's are taken
-           while its bytes are read. A load's are taken piece by piece, each while the next piece arrives. They cost no
-           time on the compute stream, and the link waits for the last piece's at most. A lost device ends every copy as
-           a failure, and objects held by its copies are never given back. Keeps I17, I29.
+Promises   a transfer's copies, neighbours merged, are enqueued by one compiled loop. With ``verify="full"`` checksums
+           are taken on a stream beside each copy stream. A store's are taken while its bytes are read. A load's are
+           taken piece by piece, each while the next piece arrives. They cost no time on the compute stream, and the
+           link waits for the last piece's at most. A lost device ends every copy as a failure, and objects held by its
+           copies are never given back. Keeps I17, I29.
 Does not   order anything by itself: ``StreamsEngine`` does; hold CUDA calls: ``CudaApi`` does.
 
 ``sleep`` asks an event again and again, with pauses of 50 us that double up to 500 us. This finds an end well within a
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.cuda.descriptors import Addresses, Copies, coalesce
-from kvtier.cpu_offload.engines.cuda.driver import BatchCopy, CudaApi, CudaError, SourceOrder
+from kvtier.cpu_offload.engines.cuda.driver import CudaApi, CudaError, copy_each
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemoryReport
 from kvtier.cpu_offload.engines.cuda.pieces import MOST_PIECES, PACED_BYTES, PIECE_BYTES, pieces
 from kvtier.cpu_offload.tier_memory import Ids, TierMemory
@@ -37,11 +37,6 @@ from kvtier.machine.stats import LinkStats
 from kvtier.machine.wakeup import Wakeup
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 500e-6
-
-ORDER = {Direction.STORE: SourceOrder.STREAM, Direction.LOAD: SourceOrder.STREAM}
-"""A store's source is written by forwards, so it must be read in stream order. A load's source is host memory: it
-has no writer while it is pinned, and the host has seen its store end (edge 5). ANY would be correct for it as well,
-and is measured by ``benchmarks.gpu``."""
 
 Sums = Callable[[], npt.NDArray[np.uint64]]
 
@@ -88,13 +83,13 @@ class CudaRuntime:
         """Failures with the link that are no errors, and why."""
         self._starts = starts
         self._sums = sums
-        self._batch = BatchCopy.find(api)
+        self._copy = api.copy_function()
         self._on_close = on_close
         self._events: deque[int] = deque()  # events that are not in use
         self._made: deque[int] = deque()
         self._streams: list[int] = []
         self._beside: dict[int, int] = {}  # by copy stream, the stream of its checksums
-        self._held: dict[int, tuple[object, list[Sums]]] = {}
+        self._held: dict[int, list[Sums]] = {}
         """By ticket: objects that live until the stream is past its copies, failed ones included.
 
         torch takes pinned memory back while its stream exists, and no later. The memory of a lost device must never go
@@ -108,11 +103,6 @@ class CudaRuntime:
         self.counts = {"transfers": 0, "blocks": 0, "copies": 0}
         self.submit_s = 0.0
         self._counting = threading.Lock()
-
-    @property
-    def abi(self) -> int | None:
-        """The version of cuMemcpyBatchAsync in use (12080: 9 arguments, 13000: 8); None without it."""
-        return None if self._batch is None else self._batch.version
 
     def bind_thread(self) -> None:
         """For every thread that gives streams their copies."""
@@ -177,8 +167,8 @@ class CudaRuntime:
         store, verifies, beside = transfer.direction is Direction.STORE, memory.verifies, self._beside[stream]
         device, host, sizes = memory.addresses(transfer)
         dst, src = (host, device) if store else (device, host)
-        kept, sums, num_copies, failure = list[object](), list[Sums](), 0, ""
-        self._held[transfer.ticket] = kept, sums  # at once: a copy that fails half-way has work under way as well
+        sums, num_copies, failure = list[Sums](), 0, ""
+        self._held[transfer.ticket] = sums  # at once: a copy that fails half-way has work under way as well
 
         def sum_up(at: slice) -> None:
             self._follow(beside, stream)
@@ -191,8 +181,7 @@ class CudaRuntime:
                 if verifies and store:
                     sum_up(at)
                 copies = coalesce(dst[at], src[at], sizes[at], store, self._starts)
-                kept.append(copies)
-                self.send(copies, transfer.direction, stream)
+                self.send(copies, stream)
                 num_copies += len(copies.dst)
                 if self._paced:
                     self._last_piece[stream] = self.record(stream)
@@ -232,13 +221,9 @@ class CudaRuntime:
     def wipe(self, memory: TierMemory, groups: Ids, blocks: Ids) -> None:
         memory.wipe(groups, blocks)  # likewise
 
-    def send(self, copies: Copies, direction: Direction, stream: int) -> None:
+    def send(self, copies: Copies, stream: int) -> None:
         """Gives ``stream`` the copies."""
-        if self._batch is not None:
-            self._batch(copies, ORDER[direction], stream)
-        else:
-            for dst, src, num_bytes in zip(*(array.tolist() for array in copies), strict=True):
-                self._api.copy(dst, src, num_bytes, stream)
+        copy_each(self._copy, copies, stream)
 
     def _follow(self, later: int, earlier: int) -> None:
         """Later work of stream ``later`` comes after all work that ``earlier`` has been given."""
@@ -249,7 +234,7 @@ class CudaRuntime:
     def _outcome(self, memory: TierMemory, transfer: Transfer, failure: str) -> Outcome:
         if self._lost:
             return Outcome(transfer.ticket, failure or self._lost)
-        _, sums = self._held.pop(transfer.ticket, (None, []))
+        sums = self._held.pop(transfer.ticket, [])
         if failure:
             return Outcome(transfer.ticket, failure)
         if not sums:
@@ -314,8 +299,6 @@ class CudaRuntime:
         """The path of the bytes, and the speed measured when it was built."""
         h = self._host or HostMemoryReport(0, 0, None, 0.0, 0.0)
         return LinkStats(
-            path="loop" if self._batch is None else "batch",
-            batch_abi=self.abi,
             store_gbps=self.link_gbps.get(Direction.STORE),
             load_gbps=self.link_gbps.get(Direction.LOAD),
             submit_s=self.submit_s,

@@ -74,11 +74,11 @@ def test_what_an_engine_has_beyond_the_seven_methods_is_used():
             return timeout_s > 1.0
 
         def link_stats(self):
-            return LinkStats("own", None, 5.0, 5.0, 0, 0, 0, 0.0)
+            return LinkStats(5.0, 6.0, 0, 0, 0, 0.0)
 
     with KVCache(canary_spec(GROUPS), device_blocks=BLOCKS, host_blocks=BLOCKS, copy_engine=Own) as cache:
         assert (cache.quiesce(2.0), cache.quiesce(0.5)) == (True, False)
-        assert cache.stats().link.path == "own"
+        assert cache.stats().link.load_gbps == 6.0
         inside.connector(cache).engine.move(0, np.array([1], np.int32), np.array([2], np.int32))
         assert len(cache.copy_engine.moved) == 1
 

@@ -23,7 +23,7 @@ class Runtime:
     ARGUMENTS: ClassVar[dict[str, int]] = {
         "setDevice": 1, "getDevice": 0, "free": 1, "streamCreateWithPriority": 2, "streamDestroy": 1,
         "streamSynchronize": 1, "streamWaitEvent": 2, "eventCreateWithFlags": 1, "eventDestroy": 1, "eventQuery": 1,
-        "eventRecord": 2, "memcpyAsync": 5, "hostRegister": 3, "hostUnregister": 1,
+        "eventRecord": 2, "hostRegister": 3, "hostUnregister": 1,
     }  # fmt: skip
 
     class CUDARuntimeError(RuntimeError):
@@ -58,15 +58,7 @@ class Runtime:
 def made(monkeypatch):
     """(the binding for device 1, what it is played with); the thread's own device is 0."""
     runtime = Runtime()
-    driver = SimpleNamespace(status=0, found=0x1234)
-
-    def get(symbol, pointer, version, flags, status):
-        pointer._obj.value = driver.found
-        status._obj.value = driver.status
-        driver.asked = (symbol, version)
-        return 0
-
-    driver.cuGetProcAddress_v2 = get
+    driver = SimpleNamespace(cuMemcpyAsync=ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0))
     monkeypatch.setattr(cuda_driver, "cupy_runtime", lambda: runtime)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     return CuPyApi(1), runtime, driver
@@ -94,11 +86,11 @@ def test_a_call_goes_to_the_device_and_the_thread_keeps_its_own(made, name):
     assert runtime.device == 0, "torch.cuda.current_device() has changed under its user"
 
 
-@pytest.mark.parametrize("name", [*CALLS, "memcpyAsync", "setDevice", "free"])
+@pytest.mark.parametrize("name", [*CALLS, "setDevice", "free"])
 def test_a_call_that_fails_says_which_and_with_what_error(made, name):
     api, runtime, _ = made
     runtime.answers[name] = -700
-    others = {"memcpyAsync": lambda: api.copy(1, 2, 3, 7), "setDevice": api.bind_thread, "free": api.bind_thread}
+    others = {"setDevice": api.bind_thread, "free": api.bind_thread}
     with pytest.raises(CudaError, match="700") as caught:
         others.get(name, lambda: CALLS[name](api))()
     assert caught.value.status == 700
@@ -107,13 +99,12 @@ def test_a_call_that_fails_says_which_and_with_what_error(made, name):
 
 
 def test_every_call_of_the_binding_is_looked_at_here():
-    assert {*CALLS, "memcpyAsync", "setDevice", "free", "getDevice", "eventQuery"} == set(Runtime.ARGUMENTS)
+    assert {*CALLS, "setDevice", "free", "getDevice", "eventQuery"} == set(Runtime.ARGUMENTS)
 
 
 def test_a_lost_device_ends_copies_and_lets_the_engine_close(made, monkeypatch):
     """The engine's runtime over the very errors that the binding raises."""
-    api, runtime, driver = made
-    driver.found = None
+    api, runtime, _ = made
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=0))
     released: list[int] = []
     cuda = CudaRuntime(api, np.zeros(1, np.uint64), on_close=lambda: released.append(1))
@@ -182,7 +173,6 @@ def test_the_other_calls(made):
     runtime.calls.clear()
     api.record(3, 4)
     api.wait(4, 3)
-    api.copy(10, 20, 30, 4)
     api.synchronize(4)
     api.drop_event(3)
     api.drop_stream(4)
@@ -190,7 +180,6 @@ def test_the_other_calls(made):
     assert [c[:2] for c in runtime.calls if c[0] not in ("getDevice", "setDevice")] == [
         ("eventRecord", (3, 4)),
         ("streamWaitEvent", (4, 3)),
-        ("memcpyAsync", (10, 20, 30, 4, 4)),
         ("streamSynchronize", (4,)),
         ("eventDestroy", (3,)),
         ("streamDestroy", (4,)),
@@ -198,18 +187,9 @@ def test_the_other_calls(made):
     ]
 
 
-@pytest.mark.parametrize(("status", "found", "expected"), [(0, 0x1234, 0x1234), (2, 0x1234, None), (0, None, None)])
-def test_an_entry_point_that_the_driver_does_not_have(made, status, found, expected):
+def test_copies_are_the_drivers_own_function(made):
     api, _, driver = made
-    driver.status, driver.found = status, found
-    assert api.entry_point(b"cuMemcpyBatchAsync", 12080) == expected
-    assert driver.asked == (b"cuMemcpyBatchAsync", 12080)
-
-
-def test_a_driver_that_does_not_tell_versions_has_no_batched_copy(made):
-    api, _, driver = made
-    del driver.cuGetProcAddress_v2
-    assert api.entry_point(b"cuMemcpyBatchAsync", 12080) is None
+    assert api.copy_function() == ctypes.cast(driver.cuMemcpyAsync, ctypes.c_void_p).value
 
 
 def test_the_calls_have_as_many_arguments_as_cupys():

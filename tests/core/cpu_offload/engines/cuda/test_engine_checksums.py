@@ -94,7 +94,7 @@ def test_what_a_load_that_fails_half_way_has_under_way_is_kept(make_rig, monkeyp
 
     def sending(*arguments):
         if used:
-            raise CudaError("cuMemcpyBatchAsync", 1, "refused")
+            raise CudaError("cuMemcpyAsync", 1, "refused")
         return send(*arguments)
 
     def begun(*arguments):
@@ -126,7 +126,7 @@ def test_a_load_that_is_verified_is_cut_into_a_few_pieces_that_cover_it():
 def test_a_paced_stream_gets_a_piece_once_it_has_made_the_one_before(make_rig, monkeypatch, direction, verify):
     """So its copy engine serves others in between. Nobody paces while somebody waits until all is given."""
     monkeypatch.setattr(cuda_module, "PACED_BYTES", 1)
-    rig = make_rig(paced=True, verify=verify)
+    rig = make_rig(paced=True, verify=verify, piece_bytes=1 << 20)
     pairs = [(0, 1, 1), (0, 2, 3), (1, 1, 5), (0, 3, 2)]
     rig.engine.submit(rig.tiers.transfer(STORE, *pairs))
     drain(rig.engine, 1)
@@ -134,32 +134,32 @@ def test_a_paced_stream_gets_a_piece_once_it_has_made_the_one_before(make_rig, m
     tier, column = (rig.tiers.host, 2) if direction is STORE else (rig.tiers.device, 1)
     for pair in pairs:
         rig.tiers.block(tier, pair[0], pair[column])[:] = 0
-    batches, behind = len(rig.cuda.batches), []
+    copies, behind = len(rig.cuda.copies), []
     send = CudaRuntime.send
 
-    def sending(self, copies, way, stream):
+    def sending(self, copies, stream):
         behind.append(len([job for job in rig.cuda.streams[stream].queue if callable(job)]))
-        send(self, copies, way, stream)
+        send(self, copies, stream)
 
     monkeypatch.setattr(CudaRuntime, "send", sending)
     rig.engine.submit(rig.tiers.transfer(direction, *pairs))
     assert [o.error for o in drain(rig.engine, 1)] == [""]
     found = [rig.tiers.block(tier, pair[0], pair[column]) for pair in pairs]
     assert all(np.array_equal(a, b) for a, b in zip(found, stored, strict=True))
-    assert len(rig.cuda.batches) - batches == len(behind) == len(pairs)
+    assert len(rig.cuda.copies) - copies == len(behind) == len(pairs)
     assert behind == [0] * len(pairs)
 
 
 def test_nobody_paces_while_somebody_waits_until_all_is_given(make_rig, monkeypatch):
     monkeypatch.setattr(cuda_module, "PACED_BYTES", 1)
-    rig = make_rig(paced=True)
+    rig = make_rig(paced=True, piece_bytes=1 << 20)
     rig.cuda.held = True  # no piece ever ends
     store = rig.tiers.transfer(STORE, (0, 1, 1), (0, 2, 3), (1, 1, 5))
     rig.engine.submit(store)
-    wait_until(lambda: rig.cuda.batches, "the first piece is given")
+    wait_until(lambda: rig.cuda.copies, "the first piece is given")
     assert not inside.copy_of(rig.engine, store).is_given()
     assert inside.waits_until_given(rig.engine, inside.copy_of(rig.engine, store))
-    assert len(rig.cuda.batches) == 3
+    assert len(rig.cuda.copies) == 3
     rig.cuda.held = False
     assert [o.error for o in drain(rig.engine, 1)] == [""]
 
