@@ -74,15 +74,21 @@ def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) 
 
 
 def query_heads(hf_config: Any, spec: CacheSpec) -> tuple[int, ...]:
-    """Query heads of each layer of ``spec``, which was read from this config. Raises ``ConfigError`` if it has none."""
+    """Query heads of each layer of ``spec``, which was read from this config; 0 for layers without K and V.
+
+    Raises ``ConfigError`` if the config does not tell.
+    """
     text = text_config(hf_config)
     try:
         listed = getattr(text, "num_attention_heads_per_layer", None)
         found = []
-        for i, (name, _) in enumerate(spec.layers):
+        for i, place in enumerate(spec.places("kv")):
+            if place is None:
+                found.append(0)
+                continue
             config = _layer_config(text, i)
             own = None
-            if spec.group(name).attention.kind is Kind.WINDOW:
+            if spec.group(place[0]).attention.kind is Kind.WINDOW:
                 own = getattr(config, "swa_num_attention_heads", None)
             found.append(int(listed[i] if listed else config.num_attention_heads if own is None else own))
     except (AttributeError, LookupError, TypeError, ValueError) as problem:

@@ -69,8 +69,8 @@ class StepContext:
         return (query * self._scales[temperature]).to(query.dtype)
 
     def check_complete(self) -> None:
-        """Raises ``UnsupportedModel`` unless every layer has attended through us, once."""
-        missing = sorted(set(range(len(self.spec.layers))) - set(self.served))
+        """Raises ``UnsupportedModel`` unless every layer with K and V has attended through us, once."""
+        missing = sorted({i for i, place in enumerate(self.spec.places("kv")) if place is not None} - set(self.served))
         if missing:
             raise UnsupportedModel(
                 f"layers {missing} never called transformers' AttentionInterface, so their attention would run without "
@@ -80,8 +80,9 @@ class StepContext:
 
 @lru_cache(maxsize=16)
 def owners(spec: CacheSpec) -> tuple[bool, ...]:
-    """Whether each model layer owns its KV (the first layer of its place), or reads an earlier layer's."""
-    return tuple(spec.layers.index(place) == i for i, place in enumerate(spec.layers))
+    """Whether each model layer owns KV: the first layer of its place does, others read it or have none."""
+    places = spec.places("kv")
+    return tuple(place is not None and places.index(place) == i for i, place in enumerate(places))
 
 
 @lru_cache(maxsize=16)
@@ -120,7 +121,10 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None or not 0 <= layer < len(kvtier.spec.layers):
         _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")
-    name, index = kvtier.spec.layer(layer)
+    place = kvtier.spec.places("kv")[layer]
+    if place is None:
+        _refuse(module, "it attends, but the config was read as a layer without keys and values")
+    name, index = place
     k_cache, v_cache = kvtier.cache.kv(name, index)
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
     _check_mask(module, kvtier, name, attention_mask, sliding_window)

@@ -300,8 +300,10 @@ def _workspace_bytes(config: Any, spec: CacheSpec, device: torch.device, rows: i
     """Bytes of FlashInfer's shared workspace: the greatest need of a layer for graphs of ``rows`` rows."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     most = 0
-    for heads, (name, _) in zip(query_heads(config, spec), spec.layers, strict=True):
-        group = spec.group(name)
+    for heads, place in zip(query_heads(config, spec), spec.places("kv"), strict=True):
+        if place is None:
+            continue
+        group = spec.group(place[0])
         most = max(most, workspace_bytes_for(heads, group.num_kv_heads, group.head_dims[1], rows, units))
     return most
 

@@ -82,8 +82,10 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
     """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV."""
     total = 0
-    for heads, (name, _) in zip(query_heads(hf_config, spec), spec.layers, strict=True):
-        group = spec.group(name)
+    for heads, place in zip(query_heads(hf_config, spec), spec.places("kv"), strict=True):
+        if place is None:
+            continue
+        group = spec.group(place[0])
         total += 2 * heads * sum(group.head_dims) * pairs(group.attention, num_tokens)
     return total
 

@@ -188,13 +188,13 @@ def test_calibrated_scales_are_the_largest_magnitude_of_each_head_over_448(famil
     watching.forward(step, FakeCache(watching.spec()))
     found = calibrate(subject.model, [subject.sequences[0].tolist()])
     spec = subject.model.spec()
-    owners = [i for i, place in enumerate(spec.layers) if spec.layers.index(place) == i]
+    owners = [i for i, place in enumerate(spec.places("kv")) if spec.places("kv").index(place) == i]
     assert len(owners) == len(largest) // 2 < len(spec.layers) == len(found)
     for n, layer in enumerate(owners):
         for which in ("k", "v"):
             torch.testing.assert_close(torch.tensor(found[layer][which]) * 448, largest[n, which])
-    for layer, place in enumerate(spec.layers):
-        assert found[layer] == found[spec.layers.index(place)]
+    for layer, place in enumerate(spec.places("kv")):
+        assert found[layer] == found[spec.places("kv").index(place)]
 
 
 def test_calibration_needs_prompts_and_numbers(family: Callable[[str], Family]) -> None:

@@ -214,6 +214,15 @@ def test_a_window_in_the_code_that_the_config_does_not_tell(family: Callable[[st
         subject.forward(step, cache)
 
 
+def test_a_layer_that_attends_though_it_was_read_as_one_without_a_cache(family: Callable[[str], Family]) -> None:
+    subject = family("llama").model
+    spec = subject.spec()
+    cache = FakeCache(CacheSpec(spec.groups, layers=[*spec.layers[:2], {}, spec.layers[3]]))
+    step = FakeSteps(cache, family("llama").sequences).step({0: 4})
+    with pytest.raises(UnsupportedModel, match=r"layer 2 .*read as a layer without keys and values"):
+        subject.forward(step, cache)
+
+
 def test_calling_the_model_itself_is_refused(family: Callable[[str], Family]) -> None:
     with pytest.raises(UnsupportedModel, match="called directly"):
         family("llama").model.model(torch.tensor([[3, 4]]), use_cache=False)

@@ -95,15 +95,15 @@ def test_a_multimodal_config_means_its_decoder() -> None:
 
 def test_layers_number_through_their_groups() -> None:
     spec = CacheSpec.from_config(zoo.config("gemma3"))
-    assert spec.layers == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
+    assert spec.places("kv") == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4_shared"])
 def test_sharing_layers_map_to_the_layer_they_read(name: str) -> None:
     spec = CacheSpec.from_config(zoo.config(name))
     assert [g.num_layers for g in spec.groups] == [2, 2]
-    assert spec.layers[:4] == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
-    assert spec.layers[4:] == (("sliding", 1), ("full", 1))
+    assert spec.places("kv")[:4] == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
+    assert spec.places("kv")[4:] == (("sliding", 1), ("full", 1))
 
 
 def test_keys_and_values_of_their_own_sizes_per_layer_type() -> None:
@@ -128,7 +128,7 @@ def test_windows_that_differ_are_named_by_their_span() -> None:
 def test_geometry_that_differs_is_numbered() -> None:
     config = zoo.config("llama", per_layer_config={1: {"num_key_value_heads": 1}, 3: {"num_key_value_heads": 4}})
     spec = CacheSpec.from_config(config)
-    assert spec.layers == (("full", 0), ("full_2", 0), ("full", 1), ("full_3", 0))
+    assert spec.places("kv") == (("full", 0), ("full_2", 0), ("full", 1), ("full_3", 0))
     assert [g.num_kv_heads for g in spec.groups] == [2, 1, 4]
 
 
@@ -163,7 +163,7 @@ def bare(**fields: Any) -> SimpleNamespace:
 )
 def test_types_that_windows_and_chunks_imply(fields: dict[str, Any], attentions: list[Any]) -> None:
     spec = CacheSpec.from_config(bare(**fields))
-    assert [spec.group(name).attention for name, _ in spec.layers] == attentions
+    assert [spec.group(name).attention for name, _ in spec.places("kv")] == attentions
 
 
 def test_heads_and_sizes_fall_back_to_what_there_is() -> None:
