@@ -187,7 +187,15 @@ def _kv_sources(text: Any, types: Sequence[str]) -> list[int]:
     return [i if i < first_shared else own[types[i]] for i in range(count)]
 
 
+def is_latent(hf_config: Any) -> bool:
+    """Whether layers of this model keep latents and rotated keys (MLA) instead of K and V per head."""
+    text = text_config(hf_config)
+    return any(field(_layer_config(text, i), "kv_lora_rank") for i in range(int(text.num_hidden_layers)))
+
+
 def _shape(config: Any, layer_type: str, i: int) -> _Shape:
+    if rank := field(config, "kv_lora_rank"):  # the latent stands for K, the rotated key for V
+        return _Shape(_attention(config, layer_type, i), 1, rank, config.qk_rope_head_dim)
     head_dim = _field(config, layer_type, "head_dim") or config.hidden_size // config.num_attention_heads
     head_dim_v = _field(config, layer_type, "v_head_dim") or head_dim
     return _Shape(

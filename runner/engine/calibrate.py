@@ -92,7 +92,7 @@ class _Watching:
 
     def __init__(self, backend: Any, cache: KVCache) -> None:
         self.PagedBatch = backend.PagedBatch
-        self.attend = backend.attend
+        self.attend, self.attend_latent = backend.attend, getattr(backend, "attend_latent", None)
         self.largest: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._write = backend.write_kv
         self._places = {

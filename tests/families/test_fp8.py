@@ -43,6 +43,8 @@ MISSING = {
     "smollm3",
 }
 """Those of which a token in 17, or up to three, falls out of the eight likeliest, with calibrated scales or without."""
+OF_LATENTS = {"deepseek_v3", "sarvam_mla"}
+"""Likewise. What is rounded of them is judged in `test_latents.py`."""
 AMONG_EIGHT = 0.8
 """Of their tokens."""
 SHARP = [
@@ -167,7 +169,7 @@ def test_rounding_keeps_the_likeliest_tokens_among_the_likeliest(
     theirs = torch.stack([subject.expected[row][position] for row, position in places])
     for a, b in ((logits, theirs), (theirs, logits)):
         among = (a.argmax(-1)[:, None] == b.topk(8).indices).any(-1)
-        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING else 1.0)
+        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING | OF_LATENTS else 1.0)
     assert differences((logits, places), subject.expected)[1] > 1e-3, "nothing was rounded"
 
 

@@ -47,8 +47,6 @@ REFUSED = {
     "recurrent_gemma": (lambda: for_model("recurrent_gemma"), "keeps a recurrent state"),
     "falcon_h1": (lambda: for_model("falcon_h1"), "'hybrid', which keeps a recurrent state beside"),
     "lfm3": (lambda: for_model("lfm3"), "'conv', which keeps a convolution state"),
-    "deepseek_v2": (lambda: for_model("deepseek_v2"), "MLA, kv_lora_rank=512"),
-    "deepseek_v3": (lambda: for_model("deepseek_v3"), "MLA, kv_lora_rank=512"),
     "deepseek_v32": (lambda: for_model("deepseek_v32"), "'indexed_attention', which picks the tokens it sees"),
     "deepseek_v4": (lambda: for_model("deepseek_v4"), "'heavily_compressed_attention'"),
     "dots3_note": (lambda: for_model("dots3_note"), "'indexed_attention'"),

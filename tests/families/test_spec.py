@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.attention.flashinfer import workspace_bytes_for
-from kvtier.integrations.transformers import query_heads
+from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.errors import ConfigError
 from runner.model import hybrid as model
 
@@ -115,6 +115,23 @@ def test_keys_and_values_of_their_own_sizes_per_layer_type() -> None:
     told = AutoConfig.for_model("mimo_v2_flash", swa_num_key_value_heads=2, swa_head_dim=64, swa_v_head_dim=64)
     sliding = CacheSpec.from_config(told).group("sliding")
     assert (sliding.num_kv_heads, sliding.head_dim, sliding.head_dim_v) == (2, 64, None)
+
+
+def test_latents_stand_for_keys_and_rotated_keys_for_values() -> None:
+    (group,) = CacheSpec.from_config(AutoConfig.for_model("deepseek_v3")).groups
+    assert (group.name, group.attention, group.num_layers) == ("full", FullAttention(), 61)
+    assert (group.num_kv_heads, group.head_dims, group.token_bytes) == (1, (512, 64), 70_272)
+    assert is_latent(AutoConfig.for_model("deepseek_v3"))
+    assert not is_latent(AutoConfig.for_model("llama"))
+
+
+def test_each_layer_has_latents_or_not_by_its_own_config() -> None:
+    own = {1: {"kv_lora_rank": 32}, 3: {"kv_lora_rank": 48}}
+    config = zoo.config("llama", kv_lora_rank=None, qk_rope_head_dim=8, per_layer_config=own)
+    spec = CacheSpec.from_config(config)
+    assert [g.head_dims for g in spec.groups] == [(16, 16), (32, 8), (48, 8)]
+    assert spec.places("kv") == (("full", 0), ("full_2", 0), ("full", 1), ("full_3", 0))
+    assert is_latent(config)
 
 
 # --- group names ----------------------------------------------------------------------------------------------------
