@@ -57,9 +57,11 @@ def choose(
     groups: Sequence[GroupSpec],
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
+    latent: bool = False,
 ) -> Choice:
     """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
 
+    ``latent``: they are latents and rotated keys (MLA).
     Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" if it cannot run.
     """
     check_name(attention)
@@ -68,6 +70,8 @@ def choose(
     device = torch.device(device)
     machine = Machine.here(device) if machine is None else machine
     problem = obstacle(device, groups, dtype, machine)
+    if latent and (problem is None or device.type == "cuda"):
+        problem = "of kvtier's backends only the torch reference attends to latents (MLA)"
     if problem is None:
         required = attention == "flashinfer"
         return Choice("flashinfer", "asked for" if required else f"FlashInfer {machine.flashinfer}", required)
@@ -76,8 +80,8 @@ def choose(
     return Choice("reference", problem)
 
 
-def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None) -> Choice:
-    """The backend of ``exact=True`` for weights of ``dtype``, None if it is not known yet.
+def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None, latent: bool = False) -> Choice:
+    """The backend of ``exact=True`` for weights of ``dtype``, None if it is not known yet; ``latent`` as in ``choose``.
 
     Raises ``ConfigError`` for an unknown name, and ``NotExact`` where there is none.
     """
@@ -89,6 +93,8 @@ def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | Non
         raise NotExact(f"exact=True cannot be kept on {device}, only on a CPU: use device='cpu', or leave exact out")
     if attention == "flashinfer":
         raise NotExact("exact=True has an attention of its own: use attention='auto', or leave exact out")
+    if latent:
+        raise NotExact("exact=True cannot be kept with latent attention (MLA): leave exact out")
     return Choice("exact", "exact=True", required=True)
 
 

@@ -141,6 +141,38 @@ def attend(
     return _attend(works, out, query, Reader(k_cache, v_cache, batch._scratch), kernel, sinks, k_scale, v_scale)
 
 
+def attend_latent(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Attention of ``query`` [T, Hq, r + p] to latents and rotated keys; returns mixed latents [T, Hq, r].
+
+    ``k_cache`` [blocks, block_tokens, 1, r] has the latents, ``v_cache`` [..., p] the rotated keys: together they are
+    a token's key, and the latent is its value, too. Scales of float8 pools are float32 [1]. Raises as ``attend``.
+    """
+    rank = k_cache.shape[3]
+    if k_scale is not None and v_scale is not None:
+        query = torch.cat([query[..., :rank].float() * k_scale, query[..., rank:].float() * v_scale], -1)
+    rows = _rows(k_cache, v_cache)
+    out = attend(query, rows, rows[..., :rank], batch, scale=scale)
+    return out if k_scale is None else out * k_scale
+
+
+def _rows(k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    """Latent and rotated key of each token, side by side as they lie in a pool; of other pools a copy."""
+    rank, size = k_cache.shape[3], v_cache.shape[3]
+    beside = k_cache.data_ptr() + rank * k_cache.element_size() == v_cache.data_ptr()
+    if beside and k_cache.stride() == v_cache.stride() and k_cache.stride(2) == rank + size:
+        return k_cache.as_strided((*k_cache.shape[:3], rank + size), k_cache.stride(), k_cache.storage_offset())
+    return torch.cat([_raw(k_cache), _raw(v_cache)], -1).view(k_cache.dtype)
+
+
 @torch.no_grad()
 def _attend(
     works: list[Work],

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, assert_never
 
 from kvtier.geometry.kv_scales import KVScales, layer_row
+from kvtier.geometry.roles import ROLES, Place, Places, read_layers
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 
@@ -193,15 +194,18 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """All groups of a model. ``layers[i]`` is (group name, index within the group) of model layer i.
+    """All groups of a model. ``layers[i]`` maps the roles of model layer i to its places.
 
-    Without ``layers`` the model's layers are numbered through the groups in order.
+    A place is (group name, index within the group): ``{"kv": ("full", 3)}``; ``{}`` for a layer without a cache.
+    ``layers`` may be given as places alone. Without it the model's layers are numbered through the groups in order.
     """
 
     groups: tuple[GroupSpec, ...]
-    layers: tuple[tuple[str, int], ...] = field(default=(), kw_only=True)
+    layers: tuple[Places, ...] = field(default=(), kw_only=True)
 
-    def __init__(self, groups: Iterable[GroupSpec], *, layers: Sequence[tuple[str, int]] | None = None) -> None:
+    def __init__(
+        self, groups: Iterable[GroupSpec], *, layers: Sequence[Place | Mapping[str, Place]] | None = None
+    ) -> None:
         if not isinstance(groups, Iterable):
             raise ConfigError(f"a CacheSpec takes a list of GroupSpec, got {shown(groups)}")
         try:
@@ -219,21 +223,10 @@ class CacheSpec:
         _check_hit_tokens(groups)
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
-        if not isinstance(layers, Sequence):
-            raise ConfigError(f"layers must be a list of (group name, index in it), got {shown(layers)}")
         sizes = {group.name: group.num_layers for group in groups}
-        places = []
-        for i, place in enumerate(layers):
-            if not isinstance(place, (tuple, list)) or len(place) != 2:
-                raise ConfigError(f"model layer {i} must be (group name, index in it), got {shown(place)}")
-            name, index = place[0], integer(place[1])
-            if not isinstance(name, str) or name not in sizes or index is None or not 0 <= index < sizes[name]:
-                raise ConfigError(
-                    f"model layer {i} maps to layer {shown(place[1])} of group {shown(name)}, which is not there"
-                )
-            places.append((str(name), index))
+        read = read_layers(layers, sizes, dict.fromkeys(sizes, "kv"))
         object.__setattr__(self, "groups", groups)
-        object.__setattr__(self, "layers", tuple(places))
+        object.__setattr__(self, "layers", read)
 
     @classmethod
     def from_config(
@@ -262,18 +255,22 @@ class CacheSpec:
         """
         if not isinstance(scales, Mapping):
             raise ConfigError(f"kv_scales maps model layers to scales of k and v, got {type(scales).__name__}")
-        rows: dict[tuple[str, int], dict[str, tuple[float, ...]]] = {}
+        rows: dict[Place, dict[str, tuple[float, ...]]] = {}
+        places = self.places("kv")
         for given, pair in scales.items():
             where, i = f"kv_scales of layer {shown(given)}", integer(given)
             if i is None or not 0 <= i < len(self.layers):
                 raise ConfigError(f"{where}: the model has layers 0..{len(self.layers) - 1}")
             if not isinstance(pair, Mapping) or set(pair) != {"k", "v"}:
                 raise ConfigError(f'{where} must be {{"k": ..., "v": ...}}, got {shown(pair)}')
-            heads = self.group(self.layers[i][0]).num_kv_heads
+            place = places[i]
+            if place is None:
+                raise ConfigError(f"{where}: this layer keeps no keys and values")
+            heads = self.group(place[0]).num_kv_heads
             made = {which: layer_row(pair[which], heads, f"{where}: {which}_scale") for which in ("k", "v")}
-            if rows.setdefault(self.layers[i], made) != made:
+            if rows.setdefault(place, made) != made:
                 raise ConfigError(f"{where} differ from those of the layer whose KV it reads")
-        missing = [i for i, place in enumerate(self.layers) if place not in rows]
+        missing = [i for i, at in enumerate(places) if at is not None and at not in rows]
         if missing:
             raise ConfigError(f"kv_scales name no scales for model layers {missing}")
         groups = []
@@ -282,12 +279,30 @@ class CacheSpec:
             groups.append(replace(g, kv_scales=KVScales(k, v)))
         return CacheSpec(groups, layers=self.layers)
 
-    def layer(self, i: int) -> tuple[str, int]:
-        """(group name, layer index within it) of model layer ``i``; sharing layers map to the layer they read."""
+    def layer(self, i: int) -> Place:
+        """(group name, layer index within it) of model layer ``i``; sharing layers map to the layer they read.
+
+        Raises ``ConfigError`` for a layer without a place or with several: ``layers[i]`` has them by role.
+        """
         at = integer(i)
         if at is None or not 0 <= at < len(self.layers):
             raise ConfigError(f"the model has layers 0..{len(self.layers) - 1}, not {shown(i)}")
-        return self.layers[at]
+        places = list(self.layers[at].values())
+        if len(places) != 1:
+            found = f"has several places, {self.layers[at]}" if places else "has no place in the cache"
+            raise ConfigError(f"model layer {at} {found}; ask layers[{at}] for them by role")
+        return places[0]
+
+    def places(self, role: str) -> tuple[Place | None, ...]:
+        """By model layer, its place for ``role``; None for layers without one. Raises ``ConfigError``."""
+        try:
+            return self._places[role]
+        except (KeyError, TypeError):
+            raise ConfigError(f"no role {shown(role)}; there are {', '.join(ROLES)}") from None
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Place | None, ...]]:
+        return {role: tuple(layer.get(role) for layer in self.layers) for role in ROLES}
 
     def group(self, name: str) -> GroupSpec:
         """The group called ``name``; raises ``ConfigError`` with the existing names."""

@@ -84,11 +84,6 @@ def refuse_layers(text: Any, types: Sequence[str]) -> None:
         raise UnsupportedModel(
             f"{_name(text)}: its config has no num_attention_heads, so there is no attention to cache"
         )
-    if rank := field(text, "kv_lora_rank"):
-        raise UnsupportedModel(
-            f"{_name(text)}: multi-head latent attention (MLA, kv_lora_rank={rank}) caches one latent vector per "
-            "token, not keys and values per head"
-        )
 
 
 def refuse_positions(text: Any) -> None:

@@ -74,15 +74,21 @@ def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) 
 
 
 def query_heads(hf_config: Any, spec: CacheSpec) -> tuple[int, ...]:
-    """Query heads of each layer of ``spec``, which was read from this config. Raises ``ConfigError`` if it has none."""
+    """Query heads of each layer of ``spec``, which was read from this config; 0 for layers without K and V.
+
+    Raises ``ConfigError`` if the config does not tell.
+    """
     text = text_config(hf_config)
     try:
         listed = getattr(text, "num_attention_heads_per_layer", None)
         found = []
-        for i, (name, _) in enumerate(spec.layers):
+        for i, place in enumerate(spec.places("kv")):
+            if place is None:
+                found.append(0)
+                continue
             config = _layer_config(text, i)
             own = None
-            if spec.group(name).attention.kind is Kind.WINDOW:
+            if spec.group(place[0]).attention.kind is Kind.WINDOW:
                 own = getattr(config, "swa_num_attention_heads", None)
             found.append(int(listed[i] if listed else config.num_attention_heads if own is None else own))
     except (AttributeError, LookupError, TypeError, ValueError) as problem:
@@ -181,7 +187,15 @@ def _kv_sources(text: Any, types: Sequence[str]) -> list[int]:
     return [i if i < first_shared else own[types[i]] for i in range(count)]
 
 
+def is_latent(hf_config: Any) -> bool:
+    """Whether layers of this model keep latents and rotated keys (MLA) instead of K and V per head."""
+    text = text_config(hf_config)
+    return any(field(_layer_config(text, i), "kv_lora_rank") for i in range(int(text.num_hidden_layers)))
+
+
 def _shape(config: Any, layer_type: str, i: int) -> _Shape:
+    if rank := field(config, "kv_lora_rank"):  # the latent stands for K, the rotated key for V
+        return _Shape(_attention(config, layer_type, i), 1, rank, config.qk_rope_head_dim)
     head_dim = _field(config, layer_type, "head_dim") or config.hidden_size // config.num_attention_heads
     head_dim_v = _field(config, layer_type, "v_head_dim") or head_dim
     return _Shape(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvtier.geometry.keys import KeyChain, encoded_fields
 from kvtier.geometry.outside import OutsideSpec
+from kvtier.geometry.roles import Places
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError
 from kvtier.remote.envelope import FORMAT, MOST_KIND
@@ -50,10 +51,17 @@ def namespace(chain: KeyChain, spec: CacheSpec, secret: bytes, plan: Sequence[st
         ("chain", chain.fixed),
         ("layout", BYTE_LAYOUT),
         ("block_bytes", [group.block_bytes for group in spec.groups]),
-        ("layers", [[name, index] for name, index in spec.layers]),
+        ("layers", [_named(places) for places in spec.layers]),
         ("order", sys.byteorder),
         ("plan", list(plan)),
     )
+
+
+def _named(places: Places) -> list[object]:
+    """A layer's places. One for K and V alone is named without its role, as before there were roles."""
+    if places.keys() == {"kv"}:
+        return [*places["kv"]]
+    return [[role, *place] for role, place in places.items()]
 
 
 def outside_namespace(model_id: str, spec: OutsideSpec, secret: bytes, plan: Sequence[str | int] = ()) -> bytes:

@@ -47,7 +47,9 @@ def calibrate(
                     engine.step().check()
     most = torch.finfo(torch.float8_e4m3fn).max
     scales: LayerScales = {}
-    for layer, place in enumerate(spec.layers):
+    for layer, place in enumerate(spec.places("kv")):
+        if place is None:
+            continue
         pair = {which: largest[place][which].double() / most for which in ("k", "v")}
         if not all(bool(x.isfinite().all()) for x in pair.values()):
             raise ConfigError(f"layer {layer}: K or V is not finite on these prompts, so no scale can hold it")
@@ -90,7 +92,7 @@ class _Watching:
 
     def __init__(self, backend: Any, cache: KVCache) -> None:
         self.PagedBatch = backend.PagedBatch
-        self.attend = backend.attend
+        self.attend, self.attend_latent = backend.attend, getattr(backend, "attend_latent", None)
         self.largest: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._write = backend.write_kv
         self._places = {

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from kvtier.attention.fp8 import layer_scales
 from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.machine.errors import UnsupportedModel
+from runner.model.latents import Absorbed
 
 NAME = "kvtier"
 """The attention implementation to ask transformers for."""
@@ -41,10 +42,11 @@ class Temperature:
 class StepContext:
     """The attention function's inputs for one step; made by the model for each forward.
 
-    ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device. ``owned``: per model
-    layer, whether it writes KV. ``served``: the layers that have attended so far, in call order. ``scales``: by place,
-    the backend's ``k_scale`` and ``v_scale`` of float8 layers with scales. ``proven``: the layers whose own mask, as
-    the family builds it, is known to be their group's.
+    ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device. ``latents``: by
+    layer, how what an MLA layer keeps is expanded. ``owned``: per model layer, whether it writes KV. ``served``: the
+    layers that have attended so far, in call order. ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of
+    float8 layers with scales. ``proven``: the layers whose own mask, as the family builds it, is known to be their
+    group's.
     """
 
     spec: CacheSpec
@@ -53,6 +55,7 @@ class StepContext:
     batches: Mapping[str, Any]
     positions: Tensor
     temperatures: Mapping[int, Temperature]
+    latents: Mapping[int, Absorbed]
     owned: tuple[bool, ...]
     scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
     proven: frozenset[int] = frozenset()
@@ -69,8 +72,8 @@ class StepContext:
         return (query * self._scales[temperature]).to(query.dtype)
 
     def check_complete(self) -> None:
-        """Raises ``UnsupportedModel`` unless every layer has attended through us, once."""
-        missing = sorted(set(range(len(self.spec.layers))) - set(self.served))
+        """Raises ``UnsupportedModel`` unless every layer with K and V has attended through us, once."""
+        missing = sorted({i for i, place in enumerate(self.spec.places("kv")) if place is not None} - set(self.served))
         if missing:
             raise UnsupportedModel(
                 f"layers {missing} never called transformers' AttentionInterface, so their attention would run without "
@@ -80,8 +83,9 @@ class StepContext:
 
 @lru_cache(maxsize=16)
 def owners(spec: CacheSpec) -> tuple[bool, ...]:
-    """Whether each model layer owns its KV (the first layer of its place), or reads an earlier layer's."""
-    return tuple(spec.layers.index(place) == i for i, place in enumerate(spec.layers))
+    """Whether each model layer owns KV: the first layer of its place does, others read it or have none."""
+    places = spec.places("kv")
+    return tuple(place is not None and places.index(place) == i for i, place in enumerate(places))
 
 
 @lru_cache(maxsize=16)
@@ -120,7 +124,10 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None or not 0 <= layer < len(kvtier.spec.layers):
         _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")
-    name, index = kvtier.spec.layer(layer)
+    place = kvtier.spec.places("kv")[layer]
+    if place is None:
+        _refuse(module, "it attends, but the config was read as a layer without keys and values")
+    name, index = place
     k_cache, v_cache = kvtier.cache.kv(name, index)
     _check_call(module, kvtier, query, key, value, k_cache, v_cache)
     _check_mask(module, kvtier, name, attention_mask, sliding_window)
@@ -128,16 +135,18 @@ def attention(
     scales = kvtier.scales.get((name, index), {})
     if kvtier.owned[layer]:
         kvtier.backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch, **scales)
-    out: Tensor = kvtier.backend.attend(
-        kvtier.tempered(query[0].transpose(0, 1), layer),
-        k_cache,
-        v_cache,
-        batch,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        **scales,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries = kvtier.tempered(query[0].transpose(0, 1), layer)
+    out: Tensor
+    if absorbed := kvtier.latents.get(layer):
+        if softcap is not None or s_aux is not None:
+            _refuse(module, "its attention to latents has sinks or a soft cap")
+        mixed = kvtier.backend.attend_latent(absorbed.query(queries), k_cache, v_cache, batch, scale=scale, **scales)
+        out = absorbed.output(mixed)
+    else:
+        out = kvtier.backend.attend(
+            queries, k_cache, v_cache, batch, scale=scale, softcap=softcap, sinks=s_aux, **scales
+        )
     kvtier.served.append(layer)
     return out.unsqueeze(0), None
 

@@ -24,13 +24,14 @@ from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace
 from kvtier.attention.kernels import words
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, dtype_name
-from kvtier.integrations.transformers import query_heads
+from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
 from runner.model import checkpoint
 from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
 from runner.model.device import model_device
 from runner.model.fused.table import fuse
+from runner.model.latents import take_latents
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -58,13 +59,13 @@ class HybridModel:
         ``load``). ``kv_scales``: the checkpoint's, for K and V in float8. ``exact``: as in ``load``, but not tried.
         """
         if exact:
-            attention = choice.exactly("auto", model.device, model.dtype)
+            attention = choice.exactly("auto", model.device, model.dtype, is_latent(model.config))
         elif backend is not None:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
         elif isinstance(attention, str):
             groups = CacheSpec.from_config(model.config, block_tokens=1).groups
-            attention = choice.choose(attention, model.device, groups, model.dtype)
+            attention = choice.choose(attention, model.device, groups, model.dtype, latent=is_latent(model.config))
         self.attention: Choice = attention
         self.model = model
         self.tokenizer = tokenizer
@@ -78,6 +79,7 @@ class HybridModel:
         self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
+        self.latents = take_latents(model, NAME)
         self.fused = fuse(model, self.device, exact)
         """Modules that run as fewer kernels, by sort."""
         self.proven: frozenset[int] = frozenset()
@@ -124,7 +126,11 @@ class HybridModel:
         groups = CacheSpec.from_config(config, block_tokens=1).groups
         wanted = checkpoint.weights_dtype(folder, dtype, device)
         known = wanted if isinstance(wanted, torch.dtype) else None
-        chosen = choice.exactly(attention, device, known) if exact else choice.choose(attention, device, groups, known)
+        latent = is_latent(config)
+        if exact:
+            chosen = choice.exactly(attention, device, known, latent)
+        else:
+            chosen = choice.choose(attention, device, groups, known, latent=latent)
         check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
         weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = checkpoint.name_of(path_or_id, folder)
@@ -188,6 +194,7 @@ class HybridModel:
             batches=batches,
             positions=positions,
             temperatures=self.temperatures,
+            latents=self.latents,
             owned=owners(cache.spec),
             scales=scales_of(cache.spec, self.device),
             proven=self.proven,
@@ -300,8 +307,10 @@ def _workspace_bytes(config: Any, spec: CacheSpec, device: torch.device, rows: i
     """Bytes of FlashInfer's shared workspace: the greatest need of a layer for graphs of ``rows`` rows."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     most = 0
-    for heads, (name, _) in zip(query_heads(config, spec), spec.layers, strict=True):
-        group = spec.group(name)
+    for heads, place in zip(query_heads(config, spec), spec.places("kv"), strict=True):
+        if place is None:
+            continue
+        group = spec.group(place[0])
         most = max(most, workspace_bytes_for(heads, group.num_kv_heads, group.head_dims[1], rows, units))
     return most
 

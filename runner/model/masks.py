@@ -37,7 +37,9 @@ def differences(spec: CacheSpec, rules: Mapping[int, Rule], device: torch.device
     found: dict[int, str] = {}
     known: dict[tuple[Rule, Attention], str | None] = {}
     for layer, rule in rules.items():
-        attention = spec.group(spec.layers[layer][0]).attention
+        if (place := spec.places("kv")[layer]) is None:
+            continue  # refused when it attends
+        attention = spec.group(place[0]).attention
         if (rule, attention) not in known:
             seen = rule(zeros, zeros, queries, keys).expand(len(pairs)).tolist()
             known[rule, attention] = next(

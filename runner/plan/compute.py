@@ -15,9 +15,9 @@ from typing import Any, assert_never
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtier.geometry.spec import Attention, CacheSpec, Kind
+from kvtier.geometry.spec import Attention, CacheSpec, GroupSpec, Kind
 from kvtier.integrations.refusals import field
-from kvtier.integrations.transformers import query_heads, text_config
+from kvtier.integrations.transformers import is_latent, query_heads, text_config
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.checkpoint import auto_class
 
@@ -82,10 +82,20 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
     """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV."""
     total = 0
-    for heads, (name, _) in zip(query_heads(hf_config, spec), spec.layers, strict=True):
-        group = spec.group(name)
-        total += 2 * heads * sum(group.head_dims) * pairs(group.attention, num_tokens)
+    for heads, place in zip(query_heads(hf_config, spec), spec.places("kv"), strict=True):
+        if place is None:
+            continue
+        group = spec.group(place[0])
+        total += 2 * heads * _width(hf_config, group) * pairs(group.attention, num_tokens)
     return total
+
+
+def _width(hf_config: Any, group: GroupSpec) -> int:
+    """Multiplications of a query head with a key and a value; of latents, with what prompts expand them to."""
+    if not is_latent(hf_config):
+        return sum(group.head_dims)
+    sizes = [field(text_config(hf_config), name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    return sum(int(size) for size in sizes)
 
 
 def pairs(attention: Attention, num_tokens: int) -> int:

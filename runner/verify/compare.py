@@ -148,9 +148,11 @@ class Comparing:
     def _first_kv(self, step: Any, cache: Any, row: int, cold: Cold, exact: bool) -> FirstDifference | None:
         """All that the entry's new tokens can see, layer by layer in model order."""
         first: FirstDifference | None = None
-        for model_layer, (name, layer) in enumerate(self._spec.layers):
-            if self._spec.layers.index((name, layer)) != model_layer:
-                continue  # reads what an earlier layer wrote
+        places = self._spec.places("kv")
+        for model_layer, place in enumerate(places):
+            if place is None or places.index(place) != model_layer:
+                continue  # reads what an earlier layer wrote, or nothing
+            name, layer = place
             group = self._spec.group(name)
             for which, what in enumerate("KV"):
                 found = self._differs(

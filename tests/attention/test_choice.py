@@ -13,7 +13,7 @@ from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError
 from kvtier.attention import choice, reference
 from kvtier.attention.choice import Choice, Machine, choose
 from kvtier.attention.flashinfer import FlashInfer
-from kvtier.machine.errors import AttentionUnavailable
+from kvtier.machine.errors import AttentionUnavailable, NotExact
 
 HOPPER = Machine("0.7.2.post1", (9, 0))
 
@@ -57,6 +57,19 @@ def test_auto_falls_back_and_says_why_and_flashinfer_raises_the_same(name: str) 
         choose("flashinfer", device, groups, machine=machine)
     assert found.reason in str(caught.value) and isinstance(caught.value, ConfigError)
     assert choose("reference", device, groups, machine=machine) == Choice("reference", "asked for", True)
+
+
+def test_latents_are_attended_to_by_the_reference_and_the_note_says_why() -> None:
+    """Whatever their sizes: [192, 128] are sizes of heads that FlashInfer computes."""
+    for groups in ([group(512, head_dim_v=64)], [group(192, head_dim_v=128)], [group(64)]):
+        found = choose("auto", "cuda:0", groups, machine=HOPPER, latent=True)
+        assert (found.name, found.required) == ("reference", False)
+        assert "only the torch reference attends to latents (MLA)" in found.reason
+        with pytest.raises(AttentionUnavailable, match=r"latents \(MLA\); or use attention='auto'"):
+            choose("flashinfer", "cuda:0", groups, machine=HOPPER, latent=True)
+    assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], latent=True).reason
+    with pytest.raises(NotExact, match=r"latent attention .MLA.: leave exact out"):
+        choice.exactly("auto", "cpu", torch.float32, latent=True)
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:

@@ -43,6 +43,8 @@ MISSING = {
     "smollm3",
 }
 """Those of which a token in 17, or up to three, falls out of the eight likeliest, with calibrated scales or without."""
+OF_LATENTS = {"deepseek_v3", "sarvam_mla"}
+"""Likewise. What is rounded of them is judged in `test_latents.py`."""
 AMONG_EIGHT = 0.8
 """Of their tokens."""
 SHARP = [
@@ -167,7 +169,7 @@ def test_rounding_keeps_the_likeliest_tokens_among_the_likeliest(
     theirs = torch.stack([subject.expected[row][position] for row, position in places])
     for a, b in ((logits, theirs), (theirs, logits)):
         among = (a.argmax(-1)[:, None] == b.topk(8).indices).any(-1)
-        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING else 1.0)
+        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING | OF_LATENTS else 1.0)
     assert differences((logits, places), subject.expected)[1] > 1e-3, "nothing was rounded"
 
 
@@ -188,13 +190,13 @@ def test_calibrated_scales_are_the_largest_magnitude_of_each_head_over_448(famil
     watching.forward(step, FakeCache(watching.spec()))
     found = calibrate(subject.model, [subject.sequences[0].tolist()])
     spec = subject.model.spec()
-    owners = [i for i, place in enumerate(spec.layers) if spec.layers.index(place) == i]
+    owners = [i for i, place in enumerate(spec.places("kv")) if spec.places("kv").index(place) == i]
     assert len(owners) == len(largest) // 2 < len(spec.layers) == len(found)
     for n, layer in enumerate(owners):
         for which in ("k", "v"):
             torch.testing.assert_close(torch.tensor(found[layer][which]) * 448, largest[n, which])
-    for layer, place in enumerate(spec.layers):
-        assert found[layer] == found[spec.layers.index(place)]
+    for layer, place in enumerate(spec.places("kv")):
+        assert found[layer] == found[spec.places("kv").index(place)]
 
 
 def test_calibration_needs_prompts_and_numbers(family: Callable[[str], Family]) -> None:

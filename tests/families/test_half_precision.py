@@ -97,6 +97,14 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(
     assert found <= MOST
 
 
+@pytest.mark.parametrize("name", sample(["deepseek_v3", "minicpm3"], ["deepseek_v3"]))
+def test_so_is_latent_attention(name: str, make_cache: Callable[..., KVCache], tmp_path: Path) -> None:
+    """On the torch reference, which alone has it."""
+    found = excess(zoo.build(name, tmp_path), make_cache, "cpu", attention="reference")
+    print(f"{name}: {found:.2f}")
+    assert found <= MOST
+
+
 @pytest.mark.parametrize(("name", "control"), [("gemma3", "span"), ("gpt_oss", "sinks"), ("gemma2", "softcap")])
 def test_a_feature_that_is_dropped_is_seen(
     name: str, control: str, make_cache: Callable[..., KVCache], tmp_path: Path

@@ -47,8 +47,6 @@ REFUSED = {
     "recurrent_gemma": (lambda: for_model("recurrent_gemma"), "keeps a recurrent state"),
     "falcon_h1": (lambda: for_model("falcon_h1"), "'hybrid', which keeps a recurrent state beside"),
     "lfm3": (lambda: for_model("lfm3"), "'conv', which keeps a convolution state"),
-    "deepseek_v2": (lambda: for_model("deepseek_v2"), "MLA, kv_lora_rank=512"),
-    "deepseek_v3": (lambda: for_model("deepseek_v3"), "MLA, kv_lora_rank=512"),
     "deepseek_v32": (lambda: for_model("deepseek_v32"), "'indexed_attention', which picks the tokens it sees"),
     "deepseek_v4": (lambda: for_model("deepseek_v4"), "'heavily_compressed_attention'"),
     "dots3_note": (lambda: for_model("dots3_note"), "'indexed_attention'"),
@@ -211,6 +209,15 @@ def test_a_window_in_the_code_that_the_config_does_not_tell(family: Callable[[st
     cache = FakeCache(spec)
     step = FakeSteps(cache, family("mistral").sequences).step({0: 4})
     with pytest.raises(UnsupportedModel, match=r"slides over 20 tokens, but the config was read as FullAttention"):
+        subject.forward(step, cache)
+
+
+def test_a_layer_that_attends_though_it_was_read_as_one_without_a_cache(family: Callable[[str], Family]) -> None:
+    subject = family("llama").model
+    spec = subject.spec()
+    cache = FakeCache(CacheSpec(spec.groups, layers=[*spec.layers[:2], {}, spec.layers[3]]))
+    step = FakeSteps(cache, family("llama").sequences).step({0: 4})
+    with pytest.raises(UnsupportedModel, match=r"layer 2 .*read as a layer without keys and values"):
         subject.forward(step, cache)
 
 

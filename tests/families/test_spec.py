@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.attention.flashinfer import workspace_bytes_for
-from kvtier.integrations.transformers import query_heads
+from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.errors import ConfigError
 from runner.model import hybrid as model
 
@@ -95,15 +95,15 @@ def test_a_multimodal_config_means_its_decoder() -> None:
 
 def test_layers_number_through_their_groups() -> None:
     spec = CacheSpec.from_config(zoo.config("gemma3"))
-    assert spec.layers == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
+    assert spec.places("kv") == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4_shared"])
 def test_sharing_layers_map_to_the_layer_they_read(name: str) -> None:
     spec = CacheSpec.from_config(zoo.config(name))
     assert [g.num_layers for g in spec.groups] == [2, 2]
-    assert spec.layers[:4] == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
-    assert spec.layers[4:] == (("sliding", 1), ("full", 1))
+    assert spec.places("kv")[:4] == (("sliding", 0), ("full", 0), ("sliding", 1), ("full", 1))
+    assert spec.places("kv")[4:] == (("sliding", 1), ("full", 1))
 
 
 def test_keys_and_values_of_their_own_sizes_per_layer_type() -> None:
@@ -117,6 +117,23 @@ def test_keys_and_values_of_their_own_sizes_per_layer_type() -> None:
     assert (sliding.num_kv_heads, sliding.head_dim, sliding.head_dim_v) == (2, 64, None)
 
 
+def test_latents_stand_for_keys_and_rotated_keys_for_values() -> None:
+    (group,) = CacheSpec.from_config(AutoConfig.for_model("deepseek_v3")).groups
+    assert (group.name, group.attention, group.num_layers) == ("full", FullAttention(), 61)
+    assert (group.num_kv_heads, group.head_dims, group.token_bytes) == (1, (512, 64), 70_272)
+    assert is_latent(AutoConfig.for_model("deepseek_v3"))
+    assert not is_latent(AutoConfig.for_model("llama"))
+
+
+def test_each_layer_has_latents_or_not_by_its_own_config() -> None:
+    own = {1: {"kv_lora_rank": 32}, 3: {"kv_lora_rank": 48}}
+    config = zoo.config("llama", kv_lora_rank=None, qk_rope_head_dim=8, per_layer_config=own)
+    spec = CacheSpec.from_config(config)
+    assert [g.head_dims for g in spec.groups] == [(16, 16), (32, 8), (48, 8)]
+    assert spec.places("kv") == (("full", 0), ("full_2", 0), ("full", 1), ("full_3", 0))
+    assert is_latent(config)
+
+
 # --- group names ----------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +145,7 @@ def test_windows_that_differ_are_named_by_their_span() -> None:
 def test_geometry_that_differs_is_numbered() -> None:
     config = zoo.config("llama", per_layer_config={1: {"num_key_value_heads": 1}, 3: {"num_key_value_heads": 4}})
     spec = CacheSpec.from_config(config)
-    assert spec.layers == (("full", 0), ("full_2", 0), ("full", 1), ("full_3", 0))
+    assert spec.places("kv") == (("full", 0), ("full_2", 0), ("full", 1), ("full_3", 0))
     assert [g.num_kv_heads for g in spec.groups] == [2, 1, 4]
 
 
@@ -163,7 +180,7 @@ def bare(**fields: Any) -> SimpleNamespace:
 )
 def test_types_that_windows_and_chunks_imply(fields: dict[str, Any], attentions: list[Any]) -> None:
     spec = CacheSpec.from_config(bare(**fields))
-    assert [spec.group(name).attention for name, _ in spec.layers] == attentions
+    assert [spec.group(name).attention for name, _ in spec.places("kv")] == attentions
 
 
 def test_heads_and_sizes_fall_back_to_what_there_is() -> None:

@@ -44,6 +44,15 @@ _DEEPSEEK_EXPERTS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 _SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
 _GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
@@ -163,6 +172,25 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 16}),
     "olmo2": ("olmo2", {}),
     "gpt2": ("gpt2", {"num_key_value_heads": 4}),
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, **_DEEPSEEK_EXPERTS}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, **_DEEPSEEK_EXPERTS}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_DEEPSEEK_EXPERTS}),
+    "axk1": ("axk1", {**_LATENT, **_DEEPSEEK_EXPERTS}),
+    "sarvam_mla": ("sarvam_mla", {**_LATENT, **_DEEPSEEK_EXPERTS, **_FEW_EXPERTS}),
+    "minicpm3": ("minicpm3", _LATENT),
+    "youtu": ("youtu", _LATENT),
+    "longcat_flash": (
+        "longcat_flash",
+        {
+            **_LATENT,
+            "num_layers": 2,
+            "n_routed_experts": 4,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 32,
+            "ffn_hidden_size": 96,
+            "zero_expert_num": 0,
+        },
+    ),
 }
 
 _VISION = {

@@ -267,6 +267,26 @@ def test_rows_of_any_shape_are_taken(faster: None) -> None:
         torch.testing.assert_close(forward(x), layer(x))
 
 
+class Router(nn.Module):
+    """As LongCat's: it reads its layer's weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier, self.other = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden_states, self.classifier.weight) + self.other(hidden_states)
+
+
+def test_a_weight_that_other_code_reads_stays(faster: None) -> None:
+    """It was NaN, and so was every logit."""
+    module, x = nn.Sequential(Router()).requires_grad_(False), torch.randn(3, 8)
+    own = module(x)
+    assert table.fuse(module, CPU)["linears"] == 2
+    torch.testing.assert_close(module(x), own)
+    assert module[0].other.weight.isnan().all(), "nobody reads this one"
+
+
 def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster: None) -> None:
     ids = torch.arange(20)[None]
     for tied, gone in ((True, 0), (False, 1)):

@@ -124,7 +124,7 @@ def test_flops_of_weights_are_those_that_a_forward_does(family: str) -> None:
         model(input_ids=torch.arange(n)[None], use_cache=False)
     attention = sum(
         2 * heads * sum(spec.group(name).head_dims) * n * n
-        for heads, (name, _) in zip(query_heads(config, spec), spec.layers, strict=True)
+        for heads, (name, _) in zip(query_heads(config, spec), spec.places("kv"), strict=True)
     )
     ours = 2 * (counted.per_token + counted.head) * n
     assert flops.get_total_flops() - attention == pytest.approx(ours, rel=0.015)

@@ -34,6 +34,9 @@ OTHERS = {
     "secret": {"secret": b"another"},
     "plan": {"plan": ("tile", 256)},
     "layers": {"layers": [("win", 0), ("win", 1), ("full", 0), ("full", 1)]},
+    "a role": {"layers": [{"index": ("full", 0)}, ("full", 1), ("win", 0), ("win", 1)]},
+    "two roles": {"layers": [{"kv": ("full", 0), "index": ("win", 0)}, ("full", 1), {}, ("win", 1)]},
+    "a layer without a cache": {"layers": [("full", 0), ("full", 1), ("win", 0), {}, ("win", 1)]},
     "order of groups": {"groups": GROUPS[::-1]},
     "dtype": {"groups": changed(dtype="bfloat16")},
     "8-bit dtype": {"groups": changed(dtype="float8_e5m2")},
@@ -54,6 +57,16 @@ def test_the_same_is_the_same_and_every_difference_is_another_namespace() -> Non
     assert of() == of()
     assert len(set(found.values())) == len(found)
     assert {len(value) for value in found.values()} == {16}
+
+
+def test_what_was_stored_before_there_were_roles_is_still_found() -> None:
+    """These are the digests of kvtier as it was then."""
+    assert of(plan=("tile", 256)).hex() == "4636d3ef9cd87a38cdf3c530fa1f0353"
+    shared = [("win", 0), ("full", 0), ("win", 1), ("full", 1), ("full", 1)]
+    for layers in (shared, [{"kv": place} for place in shared]):
+        assert of(plan=("tile", 256), layers=layers).hex() == "61a46859f1300ef718690bb4f949ff9b"
+    root = KeyChain(CacheSpec(GROUPS), "weights-1", b"secret").root(None, "salt", ())
+    assert root.tobytes().hex() == "e497ffa71c86493fb868200ae1f61ec1"
 
 
 @pytest.mark.parametrize(("where", "value"), [("FORMAT", 2), ("BYTE_LAYOUT", 2), ("sys.byteorder", "big")])

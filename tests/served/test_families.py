@@ -6,6 +6,7 @@ Logits are compared and not only tokens: with random weights a wrong mask can le
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, 140, n).tolist() for n in LENGTHS]
 
 
-def serve(family: Family) -> LLM:
+def serve(family: Family, **options: Any) -> LLM:
     """A tight engine: two of the three prompts fit the full-attention pool, but not with what they generate."""
     spec = family.model.spec(BLOCK)
     device = {g.name: 18 if g.attention.kind is Kind.FULL else 16 for g in spec.groups}
@@ -46,7 +47,9 @@ def serve(family: Family) -> LLM:
         block_tokens=BLOCK,
         max_batched_tokens=24,
         max_running=3,
+        **options,
     )
+    llm.cache.estimate_compute(lambda start, end: 1e9)  # whatever a remote tier has is worth its time
     llm.engine.model = Recorder(family.model)
     return llm
 
@@ -66,7 +69,7 @@ def check(llm: LLM, reference: Any, outputs: list[RequestOutput]) -> None:
         assert output.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gpt_oss", "llama4"]))
+@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gpt_oss", "llama4", "minicpm3"]))
 def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
     family: Callable[[str], Family], name: str
 ) -> None:
@@ -88,6 +91,22 @@ def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
         assert sum(output.cached_tokens["host"] for output in back) > 0
         assert [o.token_ids for o in back] == [o.token_ids for o in first]
         llm.settle()
+        assert llm.audit() == []
+
+
+@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gemma3", "deepseek_v3"]))
+def test_logits_equal_eager_from_a_store_after_a_restart(
+    family: Callable[[str], Family], name: str, tmp_path: Path
+) -> None:
+    model = family(name)
+    store = {"remote_uri": f"file://{tmp_path}", "key_secret": b"tests", "model_id": name}
+    with serve(model, **store) as llm:
+        first = llm.generate(prompts()[0], GREEDY, use_tqdm=False)
+    with serve(model, **store) as llm:
+        again = llm.generate(prompts()[0], GREEDY, use_tqdm=False)
+        check(llm, eager(model), again)
+        assert again[0].cached_tokens == {"device": 0, "host": 0, "remote": LENGTHS[0] // BLOCK * BLOCK}
+        assert again[0].token_ids == first[0].token_ids
         assert llm.audit() == []
 
 

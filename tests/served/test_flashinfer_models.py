@@ -43,13 +43,13 @@ TYPICAL, LARGEST = 1e-2, 6e-2
 def uneven(model: HybridModel) -> dict[int, dict[str, list[float]]]:
     """Scales of which no two heads' are alike."""
     spec = model.spec()
-    places = {place: n for n, place in enumerate(spec.layers)}
+    places = {place: n for n, place in enumerate(spec.places("kv"))}
     return {
         i: {
             which: [by * (1 + 0.37 * ((places[place] + h) % 4)) for h in range(spec.group(place[0]).num_kv_heads)]
             for which, by in (("k", 0.05), ("v", 0.03))
         }
-        for i, place in enumerate(spec.layers)
+        for i, place in enumerate(spec.places("kv"))
     }
 
 

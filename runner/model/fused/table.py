@@ -7,9 +7,11 @@ Does not   change weights, or modules of kinds that it does not know.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[st
     """
     counts = {"experts": 0, "rope": 0, "norms": 0, "linears": 0}
     users = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
+    read = {child for module in model.modules() for child in _read_by(module)}
     trials: dict[tuple[object, ...], Maker | None] = {}
     for sort, module in _candidates(model, device, exact):
         of_kind = sort.kind(module)
@@ -40,7 +43,7 @@ def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[st
         if (make := trials[of_kind]) is not None:
             module.forward = make(module)
             counts[sort.__name__.rpartition(".")[2]] += 1
-            if sort is linears and users[module.weight.data_ptr()] == 1:
+            if sort is linears and module not in read and users[module.weight.data_ptr()] == 1:
                 linears.let_go(module)
     return counts
 
@@ -56,6 +59,29 @@ def _candidates(model: nn.Module, device: torch.device, exact: bool) -> Iterator
             yield norms, module
         elif linears.is_one(module, exact):
             yield linears, module
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers whose weight the code of ``module``, their parent, reads itself, such as LongCat's router."""
+    names = [name for name, child in module.named_children() if type(child) is nn.Linear]
+    if names:
+        kind: Any = type(module)
+        code = _source(kind)
+        yield from (getattr(module, name) for name in names if f".{name}.weight" in code)
+
+
+@cache
+def _source(of: type) -> str:
+    """The code of a class, with what it inherits; "" of one that has none to read."""
+    found = ""
+    for each in of.__mro__:
+        if each is nn.Module:
+            break
+        try:
+            found += inspect.getsource(each)
+        except (OSError, TypeError):
+            continue
+    return found
 
 
 def _tried(sort: Any, module: Any, device: torch.device) -> Maker | None:

@@ -65,7 +65,7 @@ MUTATIONS = (
         "I14 S2",
         "two models that number their layers otherwise share a namespace",
         "remote/names",
-        ("namespace", "[[name, index] for name, index in spec.layers]", "[]"),
+        ("namespace", "[_named(places) for places in spec.layers]", "[]"),
     ),
     mutation(
         "memory_store_keeps_pointing_to_the_arena",
