@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import given, strategies as st
 
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier import CacheSpec, ChunkedLocal, EventKind, FullAttention, GroupSpec, KVEvent, SlidingWindow
+from kvtier.cache.kv_events.claims import Claims
 from kvtier.cache.kv_events.stored import RemoteRule
 from kvtier.cache.kv_events.texts import Run
 from kvtier.coordinator.seek import Seeker
@@ -22,14 +23,18 @@ KINDS = [FullAttention(), SlidingWindow(5), SlidingWindow(8), SlidingWindow(14),
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> ObjectPlan:
+def specs(draw: st.DrawFn) -> CacheSpec:
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     heads = [draw(st.sampled_from([1, 4])) for _ in kinds]
     groups = [
         GroupSpec(f"g{k}", kind, 1, n, 8, dtype="float16", block_tokens=BT)
         for k, (kind, n) in enumerate(zip(kinds, heads, strict=True))
     ]
-    return ObjectPlan(CacheSpec(groups), least_bytes=draw(st.sampled_from([1, 300, 1000, 2500, 100_000])))
+    return CacheSpec(groups)
+
+
+LEAST = st.sampled_from([1, 300, 1000, 2500, 100_000])
+PLANS = st.builds(ObjectPlan, specs(), LEAST)
 
 
 def told(plan: ObjectPlan, stored: set[Name]) -> set[int]:
@@ -83,7 +88,7 @@ def found(plan: ObjectPlan, stored: set[Name]) -> int:
     return asker.seek.end if asker.seek.state is SeekState.FOUND else 0
 
 
-@given(plans(), st.sets(st.integers(1, BLOCKS), max_size=4))
+@given(PLANS, st.sets(st.integers(1, BLOCKS), max_size=4))
 def test_seek_and_the_rule_allow_the_same_hits(plan: ObjectPlan, ends: set[int]) -> None:
     hits = {n: set(plan.of_hit(KEYS, n).names) for n in range(BT, BT * BLOCKS + 1, BT)}
     stored = {name for k in ends for name in hits[BT * k]}
@@ -95,8 +100,52 @@ def test_seek_and_the_rule_allow_the_same_hits(plan: ObjectPlan, ends: set[int])
     assert found(plan, stored) >= max(allowed, default=0)
 
 
-@given(plans(), st.integers(1, BLOCKS))
+@given(PLANS, st.integers(1, BLOCKS))
 def test_signs_of_a_hit_are_of_its_objects(plan: ObjectPlan, k: int) -> None:
     names = plan.of_hit(KEYS, BT * k).names
     assert set(plan.signs_of_end(KEYS, BT * k)) <= set(names)
     assert plan.needs_end(BT * k) == any(kind == "e" for kind, _ in names)
+
+
+def allowed_with(spec: CacheSpec, plan: ObjectPlan, stored: set[Name], here: set[tuple[int, int]]) -> set[int]:
+    """Boundaries whose questions find all, and whose fetches find all that is not ``here``: (group, block)."""
+    full = [g for g, group in enumerate(spec.groups) if isinstance(group.attention, FullAttention)]
+    missing = (i for i in range(BLOCKS) if any((g, i) not in here for g in full))
+    prefix, places = BT * next(missing, BLOCKS), {key.tobytes(): i for i, key in enumerate(KEYS)}
+    found = set()
+    for n in range(BT, BT * BLOCKS + 1, BT):
+        tiles = range(prefix // plan.stride + 1, plan.tiles_of(n) // plan.stride + 1)
+        asked = {*plan.signs_of_end(KEYS, n), *(name for i in tiles for name in plan.names_at(KEYS, i * plan.stride))}
+        of = plan.of_hit(KEYS, n)
+        blocks = zip(of.of.tolist(), of.groups.tolist(), of.keys, strict=True)
+        read = {of.names[k] for k, g, key in blocks if (g, places[key.tobytes()]) not in here}
+        if asked | read <= stored:
+            found.add(n)
+    return found
+
+
+@given(specs(), LEAST, st.sets(st.integers(1, BLOCKS - 1), max_size=8), st.data())
+def test_claims_follow_what_the_remote_has_or_loses_of_blocks_that_are_here_or_are_not(
+    spec: CacheSpec, least: int, cuts: set[int], data: st.DataObject
+) -> None:
+    plan = ObjectPlan(spec, least)
+    claims = Claims(spec, 1000, plan)
+    for end in [*sorted(cuts), BLOCKS]:  # a run for each, after the one before it
+        claims.add_text(KEYS[:end, 0], np.zeros(end * BT, np.int32))
+    names = plan.all_names(KEYS)
+    stored = set(names) - data.draw(st.sets(st.sampled_from(names), max_size=3))
+    claims.note_remote(dict.fromkeys(stored, True), True)
+    every = [(g, i) for g in range(len(spec.groups)) for i in range(BLOCKS)]
+    here = data.draw(st.sets(st.sampled_from(every), max_size=12))
+    if data.draw(st.booleans()):
+        here = set(every) - here
+    for g, i in here:
+        claims.note([KVEvent(EventKind.STORED, "host", spec.names[g], KEYS[i : i + 1])])
+    local = [name for name in names if name[0] in {f"b{g}" for g, _ in plan.big_local}]
+    for turn in range(6):
+        changed = data.draw(st.sets(st.sampled_from(local or names), max_size=4)) if turn else set[Name]()
+        stored ^= changed
+        claims.note_remote({name: name in stored for name in changed}, True)
+        claims.take()
+        told = np.concatenate([run.by_remote for run in claims.texts.runs])
+        assert {BT * (k + 1) for k in np.flatnonzero(told).tolist()} == allowed_with(spec, plan, stored, here)
