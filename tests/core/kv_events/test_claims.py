@@ -90,9 +90,7 @@ def test_a_listener_believes_what_match_accepts_through_shortage_failed_copies_a
     for k in range(90):
         if rnd.random() < 0.4:
             salt = {"cache_salt": "s"} if rnd.random() < 0.2 else {}
-            request = serving.add(
-                f"{k}", prompt(rnd.randrange(4), rnd.randrange(1, 40)), rnd.randrange(1, 12), **salt
-            )
+            request = serving.add(f"{k}", prompt(rnd.randrange(4), rnd.randrange(1, 40)), rnd.randrange(1, 12), **salt)
             if not salt:
                 open_ones[f"{k}"] = request
                 told.text(request.tokens.tolist())

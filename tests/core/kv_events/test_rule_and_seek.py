@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from breadth import sized
 from hypothesis import given, strategies as st
 
 from kvtier import CacheSpec, ChunkedLocal, EventKind, FullAttention, GroupSpec, KVEvent, SlidingWindow
@@ -20,21 +23,18 @@ from kvtier.remote.objects import Name, ObjectPlan
 BT, BLOCKS = 4, 29
 KEYS = np.random.default_rng(0).integers(1, 2**63, (BLOCKS, 2), np.uint64)
 KINDS = [FullAttention(), SlidingWindow(5), SlidingWindow(8), SlidingWindow(14), ChunkedLocal(8), ChunkedLocal(16)]
+LEAST = [1, 300, 1000, 2500, 100_000]
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> CacheSpec:
+def plans(draw: st.DrawFn) -> ObjectPlan:
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     heads = [draw(st.sampled_from([1, 4])) for _ in kinds]
     groups = [
         GroupSpec(f"g{k}", kind, 1, n, 8, dtype="float16", block_tokens=BT)
         for k, (kind, n) in enumerate(zip(kinds, heads, strict=True))
     ]
-    return CacheSpec(groups)
-
-
-LEAST = st.sampled_from([1, 300, 1000, 2500, 100_000])
-PLANS = st.builds(ObjectPlan, specs(), LEAST)
+    return ObjectPlan(CacheSpec(groups), least_bytes=draw(st.sampled_from(LEAST)))
 
 
 def told(plan: ObjectPlan, stored: set[Name]) -> set[int]:
@@ -88,7 +88,7 @@ def found(plan: ObjectPlan, stored: set[Name]) -> int:
     return asker.seek.end if asker.seek.state is SeekState.FOUND else 0
 
 
-@given(PLANS, st.sets(st.integers(1, BLOCKS), max_size=4))
+@given(plans(), st.sets(st.integers(1, BLOCKS), max_size=4))
 def test_seek_and_the_rule_allow_the_same_hits(plan: ObjectPlan, ends: set[int]) -> None:
     hits = {n: set(plan.of_hit(KEYS, n).names) for n in range(BT, BT * BLOCKS + 1, BT)}
     stored = {name for k in ends for name in hits[BT * k]}
@@ -100,7 +100,7 @@ def test_seek_and_the_rule_allow_the_same_hits(plan: ObjectPlan, ends: set[int])
     assert found(plan, stored) >= max(allowed, default=0)
 
 
-@given(PLANS, st.integers(1, BLOCKS))
+@given(plans(), st.integers(1, BLOCKS))
 def test_signs_of_a_hit_are_of_its_objects(plan: ObjectPlan, k: int) -> None:
     names = plan.of_hit(KEYS, BT * k).names
     assert set(plan.signs_of_end(KEYS, BT * k)) <= set(names)
@@ -124,28 +124,27 @@ def allowed_with(spec: CacheSpec, plan: ObjectPlan, stored: set[Name], here: set
     return found
 
 
-@given(specs(), LEAST, st.sets(st.integers(1, BLOCKS - 1), max_size=8), st.data())
-def test_claims_follow_what_the_remote_has_or_loses_of_blocks_that_are_here_or_are_not(
-    spec: CacheSpec, least: int, cuts: set[int], data: st.DataObject
-) -> None:
-    plan = ObjectPlan(spec, least)
-    claims = Claims(spec, 1000, plan)
-    for end in [*sorted(cuts), BLOCKS]:  # a run for each, after the one before it
-        claims.add_text(KEYS[:end, 0], np.zeros(end * BT, np.int32))
-    names = plan.all_names(KEYS)
-    stored = set(names) - data.draw(st.sets(st.sampled_from(names), max_size=3))
-    claims.note_remote(dict.fromkeys(stored, True), True)
-    every = [(g, i) for g in range(len(spec.groups)) for i in range(BLOCKS)]
-    here = data.draw(st.sets(st.sampled_from(every), max_size=12))
-    if data.draw(st.booleans()):
-        here = set(every) - here
-    for g, i in here:
-        claims.note([KVEvent(EventKind.STORED, "host", spec.names[g], KEYS[i : i + 1])])
-    local = [name for name in names if name[0] in {f"b{g}" for g, _ in plan.big_local}]
-    for turn in range(6):
-        changed = data.draw(st.sets(st.sampled_from(local or names), max_size=4)) if turn else set[Name]()
-        stored ^= changed
-        claims.note_remote({name: name in stored for name in changed}, True)
-        claims.take()
-        told = np.concatenate([run.by_remote for run in claims.texts.runs])
-        assert {BT * (k + 1) for k in np.flatnonzero(told).tolist()} == allowed_with(spec, plan, stored, here)
+@pytest.mark.parametrize("seed", range(4))
+def test_claims_follow_what_the_remote_has_or_loses_of_blocks_that_are_here_or_are_not(seed: int) -> None:
+    rnd = random.Random(seed)
+    for _ in range(sized(25, 250)):
+        heads = {f"g{k}": (rnd.choice(KINDS), rnd.choice([1, 4])) for k in range(rnd.randrange(1, 5))}
+        spec = CacheSpec([GroupSpec(k, of, 1, n, 8, dtype="float16", block_tokens=BT) for k, (of, n) in heads.items()])
+        plan = ObjectPlan(spec, rnd.choice(LEAST))
+        claims = Claims(spec, 1000, plan)
+        for end in [*sorted(rnd.sample(range(1, BLOCKS), rnd.randrange(9))), BLOCKS]:  # a run for each, after the last
+            claims.add_text(KEYS[:end, 0], np.zeros(end * BT, np.int32))
+        names = plan.all_names(KEYS)
+        stored = {name for name in names if rnd.random() > 0.02}
+        claims.note_remote(dict.fromkeys(stored, True), True)
+        share = rnd.choice([0.05, 0.95])
+        here = {(g, i) for g in range(len(heads)) for i in range(BLOCKS) if rnd.random() < share}
+        for g, i in here:
+            claims.note([KVEvent(EventKind.STORED, "host", spec.names[g], KEYS[i : i + 1])])
+        local = [name for name in names if name[0] in {f"b{g}" for g, _ in plan.big_local}]
+        for changed in (set[Name](), *({*rnd.choices(local or names, k=rnd.randrange(5))} for _ in range(5))):
+            stored ^= changed
+            claims.note_remote({name: name in stored for name in changed}, True)
+            claims.take()
+            told = np.concatenate([run.by_remote for run in claims.texts.runs])
+            assert {BT * (k + 1) for k in np.flatnonzero(told).tolist()} == allowed_with(spec, plan, stored, here)
