@@ -48,7 +48,7 @@ def findable(cache) -> set[tuple[str, str, bytes]]:
 @pytest.mark.parametrize("memory", ["fixed", "shared"])
 @pytest.mark.parametrize("seed", sample(range(3), [0]))
 def test_events_leave_what_can_be_found_through_shortage_failed_copies_and_resets(make_serving, seed, memory):
-    random.seed(seed)
+    rnd = random.Random(seed)
     sizes = {"device_bytes": 9000, "host_bytes": 20000} if memory == "shared" else {}
     serving = make_serving(
         GROUPS,
@@ -60,14 +60,14 @@ def test_events_leave_what_can_be_found_through_shortage_failed_copies_and_reset
     )
     often, seldom = Listener(serving.cache), Listener(serving.cache)
     for k in range(120):
-        if random.random() < 0.4:
-            serving.add(f"{k}", prompt(random.randrange(4), random.randrange(1, 30)), random.randrange(1, 9))
-        if random.random() < 0.03:
+        if rnd.random() < 0.4:
+            serving.add(f"{k}", prompt(rnd.randrange(4), rnd.randrange(1, 30)), rnd.randrange(1, 9))
+        if rnd.random() < 0.03:
             serving.cache.reset()
         serving.step()
         often.poll()
         assert often.found == findable(serving.cache)
-        if random.random() < 0.1:
+        if rnd.random() < 0.1:
             seldom.poll()
             assert seldom.found == often.found
     serving.run()

@@ -2,7 +2,8 @@
 
 It follows vLLM's scheduler step for step where a connector can tell the difference: one pool of block ids for all
 groups, which share memory; blocks behind a window are taken out of the table (id 0); a preempted request's blocks are
-others' in the same step; a request that waits for a load keeps its blocks until the worker has spoken; everything
+others' in the same step; a request that waits for a load keeps its blocks until the worker has spoken; it is looked at
+before those that hold nothing, and loads only if all that hold blocks can still get what their texts need; everything
 between scheduler and workers is pickled. Content follows from the block hashes, so each read can be judged.
 """
 
@@ -33,6 +34,9 @@ from integrations.fake_worker import (
 )
 from integrations.standin import check_call
 from kvtier.testing import Faults, SimulatedEngine
+
+REST_STEPS = 100_000
+"""Ten times what the longest waits take, on clocks that steps alone move."""
 
 
 class FakeEngine:
@@ -115,13 +119,16 @@ class FakeEngine:
             self.step()
         return request
 
-    def settle(self) -> None:
-        """Until the connector has nothing left to do."""
-        for _ in range(10_000):
+    def settle(self, ends_lost: bool = False) -> None:
+        """Until the connector has nothing left to do. ``ends_lost``: lost copies end after all, with an error."""
+        for _ in range(REST_STEPS):
             if not (self.requests or self.connector.has_pending_push_work()):
                 return
+            for one in self.engines if ends_lost else ():
+                one.end_lost()
             self.step()
-        raise AssertionError("the engine never comes to rest")
+        left = [(r.request_id, r.status, r.num_computed_tokens, r.num_tokens) for r in self.requests.values()]
+        raise AssertionError(f"no rest after {REST_STEPS} steps: {left}, {len(self.pool.free)} blocks are free")
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -153,7 +160,7 @@ class FakeEngine:
                 break
             grown[request.request_id] = added
             scheduled[request.request_id], budget = count, budget - count
-        for request in [] if was_preempted else list(self.waiting):
+        for request in [] if was_preempted else sorted(self.waiting, key=lambda request: not request.tables):
             if budget <= 0 or len(self.running) >= self.max_running:
                 break
             if request.status == "remote" and not self.promote(request):
@@ -271,7 +278,7 @@ class FakeEngine:
             for table, size, first in zip(tables, self.sizes, skipped, strict=True)
         ]
         unused = sum(block.ref_cnt == 0 for block in hit)
-        if sum(map(len, lacking)) + unused > len(self.pool.free):
+        if sum(map(len, lacking)) + unused > len(self.pool.free) or (ext and not self.can_reserve(request)):
             return None
         self.pool.touch(hit)
         for table, size, ids in zip(tables, self.sizes, lacking, strict=True):
@@ -296,6 +303,19 @@ class FakeEngine:
             request.status = "remote"
             self.loads += 1
         return count
+
+    def can_reserve(self, request: Request) -> bool:
+        """Whether its text fits beside those of all that hold blocks; if nobody does, it fits."""
+        others = [other for other in self.requests.values() if other.tables and other is not request]
+        held = [sum(block is not None for table in other.tables for block in table) for other in others]
+        left = [max(0, self.most_blocks(other) - n) for other, n in zip(others, held, strict=True)]
+        return not others or self.most_blocks(request) + sum(left) <= len(self.pool.free)
+
+    def most_blocks(self, request: Request) -> int:
+        """Blocks that it holds at most for the tokens that it has."""
+        total, see = request.num_tokens, {"window": 10, "chunk": 8}
+        seen = [(size, see.get(kind, total) + self.chunk) for kind, size in zip(self.kinds, self.sizes, strict=True)]
+        return sum(-(-min(total, tokens + size) // size) for size, tokens in seen)
 
     def promote(self, request: Request) -> bool:
         """Whether the load of a waiting request has ended; if it has failed, all is computed."""

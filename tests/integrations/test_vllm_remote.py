@@ -204,16 +204,7 @@ def test_random_requests_on_engines_that_share_a_store_read_only_what_was_writte
             engine.step()
             engine.check()
     for engine in pair:
-        for _ in range(500):
-            for one in engine.engines:
-                one.end_lost()
-            engine.step()
-            engine.check()
-            if not engine.requests:
-                break
-        for one in engine.engines:
-            one.end_lost()
-        engine.settle()
+        engine.settle(ends_lost=True)
         engine.check()
         assert engine.requests == {}
     fetched = sum(engine.books.stats().remote.fetched_objects for engine in pair)

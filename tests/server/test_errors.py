@@ -219,5 +219,5 @@ def test_a_client_that_goes_away_ends_its_request_in_the_engine(running: Running
                 wait_until(lambda: running.llm.load()["running"] == 2, "both run")
         else:
             with pytest.raises(httpx.ReadTimeout):
-                web.post("/v1/completions", json=ENDLESS, timeout=0.3)
+                web.post("/v1/completions", json=ENDLESS, timeout=httpx.Timeout(PATIENCE_S, read=0.3))
     # ``nothing_is_left`` waits for the engine to have nothing to do

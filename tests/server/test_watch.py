@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.remote.breaker import Tried
@@ -216,12 +216,8 @@ def test_listeners_are_bounded_and_leave_when_they_go(web: httpx.Client, running
         refused = refusal(web)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_listeners")
         assert refused.headers["retry-after"] == "10"
-    for _ in range(500):
-        if not sampler.listeners:
-            break
-        web.get("/health")
-    assert not sampler.listeners
-    assert sampler._task is None  # nobody listens: nobody looks
+    wait_until(lambda: not sampler.listeners, "the server sees that they have left")
+    wait_until(lambda: sampler._task is None, "nobody listens: nobody looks")
 
 
 class Counting:

@@ -3,7 +3,8 @@
 Owns       nothing: what is known of the remote stands in the runs.
 Promises   the boundaries at which a hit can end whose blocks come from all three tiers. ``seek`` finds the same ones
            once the remote has said what it has. The full-attention blocks up to the last tile are here or in tiles.
-           What the boundary needs beyond them lies under the boundary's own name, or in blocks by themselves.
+           What the boundary needs beyond them lies under the boundary's own name, or in blocks by themselves. Of these
+           the remote has those that ``seek`` asks for (``ObjectPlan.signs_of_end``), though they may be here as well.
 Does not   know whether the fetch would be worth its time, or whether the remote still has what it was seen to have.
 """
 
@@ -91,15 +92,21 @@ class RemoteRule:
         for g in self._big_full:
             have &= there(run, g) | self._has(run, 4 << g)
         have = np.logical_and.accumulate(have)
-        hit, big_runs = reach & have, np.empty_like(run.big_runs)
+        hit, big_runs, signs = reach & have, np.empty_like(run.big_runs), list[Mask]()
         by_end = self._needs_end(run, at)
         hit &= self._has(run, END) | ~by_end
         for k, (g, needs) in enumerate(self._big_local):
             own, need = self._has(run, 4 << g), needs.of(run.start, run.start + n)
             carried = 0 if before is None else int(before.big_runs[k, run.at])
             big_runs[k] = runs_of(there(run, g) | own, carried)
-            hit &= (big_runs[k] >= need) & (own | by_end | (need == 0))
+            behind = self._behind(run, 4 << g, max(0, int(need[0]) - 1))
+            signs.append(np.concatenate([behind, own]))
+            first = signs[k][len(behind) + np.arange(n) + 1 - np.maximum(need, 1)]
+            hit &= (big_runs[k] >= need) & ((first & own) | by_end | (need == 0))
         differs: Mask = (reach != run.reach) | (have != run.big) | (big_runs != run.big_runs).any(0)
+        for new, old in zip(signs, run.signs, strict=False):
+            differs |= np.logical_or.accumulate(new != old)[-n:]
+        run.signs = signs
         run.reach, run.big, run.big_runs, run.by_remote = reach, have, big_runs, hit
         return differs
 
@@ -109,6 +116,15 @@ class RemoteRule:
         for needs in self._small_local:
             found = found | (needs.of(run.start, run.start + len(run)) > 0)
         return found
+
+    def _behind(self, run: Run, bit: int, count: int) -> Mask:
+        """``_has`` of the ``count`` blocks before the run."""
+        found, after, end = [np.zeros(0, bool)], run.after, run.at + 1
+        while count and after is not None:
+            found.append(self._has(after, bit)[max(0, end - count) : end])
+            count -= len(found[-1])
+            end, after = after.at + 1, after.after
+        return np.concatenate(found[::-1])
 
     def _has(self, run: Run, bit: int) -> Mask:
         there: Mask = (run.stored & np.uint64(bit)) != 0

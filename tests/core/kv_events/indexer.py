@@ -12,6 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any, Self
 
+from patience import PATIENCE_S
+
 PYTHON = Path(os.environ.get("KVTIER_ROUTERS_PYTHON") or Path(__file__).parents[3] / ".venv-routers/bin/python")
 MODEL = "canary"
 
@@ -25,13 +27,14 @@ RELAY = """if True:
         sent = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request("http://127.0.0.1:8090" + path, sent, {"Content-Type": "application/json"})
         try:
-            return json.loads(urllib.request.urlopen(asked, timeout=10).read() or b"{}")
+            return json.loads(urllib.request.urlopen(asked, timeout=120).read() or b"{}")
         except urllib.error.HTTPError as problem:
             return {"error": problem.code, "said": problem.read().decode()}
     try:
-        for _ in range(300):
+        until = time.monotonic() + 120
+        while indexer.poll() is None and time.monotonic() < until:
             try:
-                urllib.request.urlopen("http://127.0.0.1:8090/health", timeout=1)
+                urllib.request.urlopen("http://127.0.0.1:8090/health", timeout=20)
                 break
             except OSError:
                 time.sleep(0.05)
@@ -77,7 +80,7 @@ class Indexer:
         self._relay.stdin.close()
         self._relay.stdout.close()
         try:
-            self._relay.wait(20)
+            self._relay.wait(PATIENCE_S)
         finally:
             self._relay.kill()
             self._errors.close()

@@ -82,26 +82,24 @@ class Told:
 @pytest.mark.parametrize("groups", [FULL, HYBRID, TWO_FULL], ids=["full", "hybrid", "two_full"])
 @pytest.mark.parametrize("seed", sample(range(6), [0]))
 def test_a_listener_believes_what_match_accepts_through_shortage_failed_copies_and_resets(make_serving, seed, groups):
-    random.seed(seed)
+    rnd = random.Random(seed)
     engine = lambda m: SimulatedEngine(m, seed=seed, faults=Faults(fail=0.2, corrupt=0.1))  # noqa: E731
     serving = make_serving(groups, 16, 40, copy_engine=engine, verify="full")
     told, believed = Told(serving.cache), 0
     open_ones: dict[str, Request] = {}
     for k in range(90):
-        if random.random() < 0.4:
-            salt = {"cache_salt": "s"} if random.random() < 0.2 else {}
-            request = serving.add(
-                f"{k}", prompt(random.randrange(4), random.randrange(1, 40)), random.randrange(1, 12), **salt
-            )
+        if rnd.random() < 0.4:
+            salt = {"cache_salt": "s"} if rnd.random() < 0.2 else {}
+            request = serving.add(f"{k}", prompt(rnd.randrange(4), rnd.randrange(1, 40)), rnd.randrange(1, 12), **salt)
             if not salt:
                 open_ones[f"{k}"] = request
                 told.text(request.tokens.tolist())
-        if random.random() < 0.03:
+        if rnd.random() < 0.03:
             serving.cache.reset()
         serving.step()
         for name in [name for name in open_ones if name in serving.finished]:
             told.text([*open_ones.pop(name).tokens.tolist(), *serving.finished[name].token_ids])
-        if random.random() < 0.5:
+        if rnd.random() < 0.5:
             told.poll()
             told.check()
             believed += len(told.router.believed)
@@ -169,12 +167,12 @@ def test_generated_text_is_claimed_once_its_request_has_ended(make_serving):
 
 @pytest.mark.parametrize("most", [6, 20])
 def test_texts_are_bounded_and_what_is_forgotten_is_taken_back(make_serving, most):
-    random.seed(most)
+    rnd = random.Random(most)
     serving = make_serving(HYBRID, 40, 60)
     told = Told(serving.cache, most)
     told_of = 0
     for k in range(40):
-        tokens = [*prompt(random.randrange(3), random.randrange(1, 30)), *prompt(k, 9)]
+        tokens = [*prompt(rnd.randrange(3), rnd.randrange(1, 30)), *prompt(k, 9)]
         told.text(tokens)
         assert len(told.claims.texts) <= most
         serving.serve(f"{k}", tokens, 1)

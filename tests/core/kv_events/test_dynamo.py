@@ -75,15 +75,15 @@ def agrees(indexer: Indexer, engine: int, tokens: list[int], told: tuple[int, in
 
 
 def test_dynamo_believes_what_match_accepts_in_both_tiers(make_serving, indexer, folder):
-    random.seed(0)
+    rnd = random.Random(0)
     serving = make_serving(GROUPS, {"full": 24, "win": 12}, {"full": 40, "win": 40})
     events = publisher(serving.cache, folder, "walk")
     indexer.register(1, events.endpoint, events.replay_endpoint)
-    texts = [prompt(k, random.randrange(20, 120)) for k in range(5)]
+    texts = [prompt(k, rnd.randrange(20, 120)) for k in range(5)]
     tiers = set()
     for k in range(15):
-        i = k % 5 if k < 5 else random.randrange(5)
-        texts[i] = serve(serving, events, f"{k}", texts[i][:160], random.randrange(1, 24))
+        i = k % 5 if k < 5 else rnd.randrange(5)
+        texts[i] = serve(serving, events, f"{k}", texts[i][:160], rnd.randrange(1, 24))
         for text in texts if k % 3 == 2 else texts[i : i + 1]:
             told = usable(serving.cache, text)
             agrees(indexer, 1, text, told)

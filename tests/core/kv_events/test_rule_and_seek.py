@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+from breadth import sized
 from hypothesis import given, strategies as st
 
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier import CacheSpec, ChunkedLocal, EventKind, FullAttention, GroupSpec, KVEvent, SlidingWindow
+from kvtier.cache.kv_events.claims import Claims
 from kvtier.cache.kv_events.stored import RemoteRule
 from kvtier.cache.kv_events.texts import Run
 from kvtier.coordinator.seek import Seeker
@@ -19,6 +23,7 @@ from kvtier.remote.objects import Name, ObjectPlan
 BT, BLOCKS = 4, 29
 KEYS = np.random.default_rng(0).integers(1, 2**63, (BLOCKS, 2), np.uint64)
 KINDS = [FullAttention(), SlidingWindow(5), SlidingWindow(8), SlidingWindow(14), ChunkedLocal(8), ChunkedLocal(16)]
+LEAST = [1, 300, 1000, 2500, 100_000]
 
 
 @st.composite
@@ -29,7 +34,7 @@ def plans(draw: st.DrawFn) -> ObjectPlan:
         GroupSpec(f"g{k}", kind, 1, n, 8, dtype="float16", block_tokens=BT)
         for k, (kind, n) in enumerate(zip(kinds, heads, strict=True))
     ]
-    return ObjectPlan(CacheSpec(groups), least_bytes=draw(st.sampled_from([1, 300, 1000, 2500, 100_000])))
+    return ObjectPlan(CacheSpec(groups), least_bytes=draw(st.sampled_from(LEAST)))
 
 
 def told(plan: ObjectPlan, stored: set[Name]) -> set[int]:
@@ -100,3 +105,46 @@ def test_signs_of_a_hit_are_of_its_objects(plan: ObjectPlan, k: int) -> None:
     names = plan.of_hit(KEYS, BT * k).names
     assert set(plan.signs_of_end(KEYS, BT * k)) <= set(names)
     assert plan.needs_end(BT * k) == any(kind == "e" for kind, _ in names)
+
+
+def allowed_with(spec: CacheSpec, plan: ObjectPlan, stored: set[Name], here: set[tuple[int, int]]) -> set[int]:
+    """Boundaries whose questions find all, and whose fetches find all that is not ``here``: (group, block)."""
+    full = [g for g, group in enumerate(spec.groups) if isinstance(group.attention, FullAttention)]
+    missing = (i for i in range(BLOCKS) if any((g, i) not in here for g in full))
+    prefix, places = BT * next(missing, BLOCKS), {key.tobytes(): i for i, key in enumerate(KEYS)}
+    found = set()
+    for n in range(BT, BT * BLOCKS + 1, BT):
+        tiles = range(prefix // plan.stride + 1, plan.tiles_of(n) // plan.stride + 1)
+        asked = {*plan.signs_of_end(KEYS, n), *(name for i in tiles for name in plan.names_at(KEYS, i * plan.stride))}
+        of = plan.of_hit(KEYS, n)
+        blocks = zip(of.of.tolist(), of.groups.tolist(), of.keys, strict=True)
+        read = {of.names[k] for k, g, key in blocks if (g, places[key.tobytes()]) not in here}
+        if asked | read <= stored:
+            found.add(n)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_claims_follow_what_the_remote_has_or_loses_of_blocks_that_are_here_or_are_not(seed: int) -> None:
+    rnd = random.Random(seed)
+    for _ in range(sized(25, 250)):
+        heads = {f"g{k}": (rnd.choice(KINDS), rnd.choice([1, 4])) for k in range(rnd.randrange(1, 5))}
+        spec = CacheSpec([GroupSpec(k, of, 1, n, 8, dtype="float16", block_tokens=BT) for k, (of, n) in heads.items()])
+        plan = ObjectPlan(spec, rnd.choice(LEAST))
+        claims = Claims(spec, 1000, plan)
+        for end in [*sorted(rnd.sample(range(1, BLOCKS), rnd.randrange(9))), BLOCKS]:  # a run for each, after the last
+            claims.add_text(KEYS[:end, 0], np.zeros(end * BT, np.int32))
+        names = plan.all_names(KEYS)
+        stored = {name for name in names if rnd.random() > 0.02}
+        claims.note_remote(dict.fromkeys(stored, True), True)
+        share = rnd.choice([0.05, 0.95])
+        here = {(g, i) for g in range(len(heads)) for i in range(BLOCKS) if rnd.random() < share}
+        for g, i in here:
+            claims.note([KVEvent(EventKind.STORED, "host", spec.names[g], KEYS[i : i + 1])])
+        local = [name for name in names if name[0] in {f"b{g}" for g, _ in plan.big_local}]
+        for changed in (set[Name](), *({*rnd.choices(local or names, k=rnd.randrange(5))} for _ in range(5))):
+            stored ^= changed
+            claims.note_remote({name: name in stored for name in changed}, True)
+            claims.take()
+            told = np.concatenate([run.by_remote for run in claims.texts.runs])
+            assert {BT * (k + 1) for k in np.flatnonzero(told).tolist()} == allowed_with(spec, plan, stored, here)

@@ -70,7 +70,21 @@ MUTATIONS = (
         "I25",
         "a hit is told whose window, stored block by block, has a hole",
         "core/kv_events/stored_claims",
-        ("RemoteRule.go_down", "hit &= (big_runs[k] >= need) & (own | by_end | (need == 0))", "pass"),
+        ("RemoteRule.go_down", "hit &= (big_runs[k] >= need) & ((first & own) | by_end | (need == 0))", "pass"),
+    ),
+    mutation(
+        "stored_claims_of_windows_whose_first_block_is_here_alone",
+        "I25",
+        "a hit is told that a question finds lacking: it names the window's first block, too",
+        "core/kv_events/stored_claims",
+        ("RemoteRule.go_down", "(first & own)", "own"),
+    ),
+    mutation(
+        "stored_claims_of_followers_stay_as_they_were",
+        "I25",
+        "a block that a window needs has gone from the store, and the text that goes on from there is told as before",
+        "core/kv_events/rule_and_seek",
+        ("RemoteRule.go_down", "differs |= np.logical_or.accumulate(new != old)[-n:]", "pass"),
     ),
     mutation(
         "a_store_left_alone_is_told",
