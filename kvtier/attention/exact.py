@@ -46,7 +46,7 @@ _PRODUCT_ROWS = 512
 """Of a product, about: its scores stay in the cache."""
 _LOT_BYTES = 4 << 20
 """Of scores, or of K read for loops, at once."""
-_TRIED_ROWS = 2, 3, 9, 70
+_TRIED_ROWS = 1, 2, 3, 9, 70
 _TRIED_TOKENS = TILE, 3 * TILE, SPLIT
 _NO_SINKS: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
@@ -272,10 +272,11 @@ def _by_products(of: _Of, reader: Reader, split: Split) -> None:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [m, K], m > 1, times the transpose of ``weight`` [n, K], both contiguous."""
+    """x [m, K] times the transpose of ``weight`` [n, K], both contiguous; one row as two: alone it has other bits."""
     operations: Any = torch.ops.mkldnn
-    product: Tensor = operations._linear_pointwise(x, weight, None, "none", [], "")
-    return product
+    rows = x if len(x) > 1 else x.expand(2, -1).contiguous()
+    product: Tensor = operations._linear_pointwise(rows, weight, None, "none", [], "")
+    return product[: len(x)]
 
 
 @cache

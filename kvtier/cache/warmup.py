@@ -124,10 +124,11 @@ def _bytes() -> None:
     """Calls loops that the toy caches, which have books and no bytes, do not call, and loops of a GPU's engine."""
     from kvtier.cpu_offload.engines._blocks import checksum_blocks, copy_blocks
     from kvtier.cpu_offload.engines.cuda.descriptors import coalesce
+    from kvtier.cpu_offload.engines.cuda.driver import copy_each
     from kvtier.remote.sums import copy_words, sum_words
 
     none, nowhere, memory = np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.uint8)
-    coalesce(none, none, none, True, none)
+    copy_each(0, coalesce(none, none, none, True, none), 0)
     copy_blocks(memory, nowhere, memory, nowhere, nowhere)
     checksum_blocks(memory.view(np.uint64), nowhere, nowhere, none)
     sum_words(none, 0)

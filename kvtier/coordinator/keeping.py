@@ -107,7 +107,7 @@ class Keeping:
         if is_new:
             self._come_back(course, keys, num_tokens, hit, full, room, may_be_guest)
             known.learn(found, self._missed(course, keys, hit, full, last), app)
-        goes_on = found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
+        goes_on = is_new and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.named_from, course.slack_from, course.kept = hit, NEVER, NEVER, set()
         if self._local:
             passes = self._passes and known.pays(End.PASSED, app)

@@ -143,15 +143,17 @@ class Returns:
         self._whole = max(self._whole, capacity)
         self._note_unused(before)
         if before.text < 0:
-            is_there = 2 * hit_units >= num_units > 0
+            is_there, fits = 2 * hit_units >= num_units > 0, False
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
         else:
             t, units = before.text % TEXTS, before.units
             alone = units - int(self._stem[t]) if before.goes_on else units  # little is lost with the rest
             is_there = 2 * (hit_units - units + alone) >= alone
+            distance = self._used_since(before.text) + size
+            fits = distance <= capacity  # what was used last would have found it: others come back later, not it
             self._recent += 1
-            self._found[_bin_of(self._used_since(before.text) + size)] += units
-        return not is_there and self._keeps_some(capacity) and not self._wins(keys), before
+            self._found[_bin_of(distance)] += units
+        return not is_there and not fits and self._keeps_some(capacity) and not self._wins(keys), before
 
     def known(self, keys: KeyArray) -> Before:
         """What a request with these keys has in common with an earlier text."""

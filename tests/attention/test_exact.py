@@ -100,6 +100,18 @@ def test_no_bit_depends_on_how_a_text_is_cut(attention: Attention, dtype: torch.
         assert torch.equal(cut(case, sizes, **options), want), name
 
 
+@pytest.mark.parametrize("end", [SPLIT + 1, 2 * SPLIT + 1])
+def test_a_split_that_one_query_sees_alone_has_no_other_bits(end: int) -> None:
+    """With as many KV heads as heads it is a product of one row."""
+    case = Case(FullAttention(), [(end, end)], 4, 4, (64, 64), block_tokens=16, layers=1)
+    want = run(case)
+    for first in (SPLIT - 9, SPLIT, end - 20):
+        batch = batch_of(
+            case, query_start=[0, end - first], seq_lens=[end], slot_mapping=case.batch.slot_mapping[first:end]
+        )
+        assert torch.equal(exact.attend(case.query[first:], case.k, case.v, batch, scale=0.25), want[first:]), first
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_bit_depends_on_the_rest_of_the_step(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_decode, "_WORTH_A_THREAD", 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from kvtier.geometry.spec import Kind
 from runner import LLM, SamplingParams
 from runner.model import identity
 from runner.model.exact import trial
-from runner.model.exact.products import Weights, _padded
+from runner.model.exact.products import Weights, _padded, _whole
 from runner.model.hybrid import HybridModel
 
 from .recorder import Recorder
@@ -228,8 +230,36 @@ def test_a_row_of_a_product_with_weights_is_the_same_alone(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 12, 64])
 def test_padded_arrays_are_whole_steps_for_each_thread(threads: int) -> None:
+    """For as many threads as get 32,768 elements each, and for all."""
     for size in (1, 63, 64, 100, 32_768, 32_769, 65_537, 411_648, 10**6 + 1):
         padded = _padded(size, threads)
         workers = min(threads, -(-padded // 32_768))
-        assert size <= padded <= size + 2 * 64 * threads
-        assert padded % workers == 0 and padded // workers % 64 == 0
+        assert size <= padded <= size + 2 * 64 * math.lcm(threads, workers)
+        for n in (workers, threads):
+            assert padded % n == 0 and padded // n % 64 == 0
+
+
+def test_tanh_gelu_has_the_same_bits_for_any_number_of_threads() -> None:
+    """torch gives it to all threads, however small their shares are."""
+    x, before = torch.randn(10, 2048), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            found.append(_whole(torch.nn.functional.gelu, x, approximate="tanh"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+@pytest.mark.parametrize("name", ["laguna", "afmoe"])
+def test_functions_that_attention_and_routers_call_themselves_are_exact(
+    name: str, load: Callable[..., HybridModel]
+) -> None:
+    """A gate's softplus, a router's sigmoid: on narrow rows they end in the middle of what torch computes at once."""
+    model, rng = load(name, "float32"), np.random.default_rng(1)
+    for length in (65, 130):
+        ends = [0, *sorted(rng.choice(np.arange(1, length), 4, replace=False).tolist()), length]
+        cuts = tuple(((a, b),) for a, b in pairwise(ends))
+        whole, parts = (trial._outcome(model, trial._Run("", steps)) for steps in ((((0, length),),), cuts))
+        assert all(map(torch.equal, whole, parts)), ends

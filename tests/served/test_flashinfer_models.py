@@ -152,7 +152,7 @@ def as_if_on_cuda(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
     def choose(required: bool) -> None:
         chosen = Choice("flashinfer", "as if on CUDA", required)
-        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_: chosen)
+        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, **options: chosen)
 
     return choose
 

@@ -371,7 +371,7 @@ def test_auto_falls_back_where_flashinfer_turns_out_not_to_work(
     monkeypatch.setattr("runner.model.hybrid.forget_last_error", forgotten.append)
     for required in (False, True):
         chosen = Choice("flashinfer", "as if on CUDA", required)
-        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, chosen=chosen: chosen)
+        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, chosen=chosen, **options: chosen)
         if required:
             with pytest.raises(AttentionUnavailable, match=reason):
                 HybridModel.load(folder, dtype="float16")

@@ -8,7 +8,9 @@ Does not   judge: ``trial`` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from runner.model.fused.linears import pack, product
 _STEP = 64
 """Elements; a multiple of what torch computes at once."""
 _SHARE = 32_768
-"""Elements that torch gives to a thread, at least."""
+"""Elements that torch gives to a thread, at least; gelu's go to all threads."""
 _ACTIVATIONS = "transformers.activations", "torch.nn.modules.activation"
 _ELEMENTWISE = {
     *(torch.sigmoid, Tensor.sigmoid, F.sigmoid, torch.log1p, Tensor.log1p, torch.exp2, Tensor.exp2),
@@ -36,6 +38,33 @@ def needs_it(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding) or "forward" in vars(module):
         return False
     return any(weight.ndim > 1 for weight in module.parameters(recurse=False))
+
+
+@contextmanager
+def callers(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """The modules whose own code calls one of the elementwise functions meanwhile."""
+    found, running = set[nn.Module](), [model]
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function in _ELEMENTWISE:
+                found.add(running[-1])
+            return function(*args, **(kwargs or {}))
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        running.pop()
+
+    hooks: list[Any] = [module.register_forward_pre_hook(enter) for module in model.modules()]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
+    try:
+        with Watching():
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Weights:
@@ -102,7 +131,7 @@ def _whole(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _padded(size: int, threads: int) -> int:
     """The least size, from ``size`` on, of which each thread gets whole steps."""
-    while size % (step := _STEP * max(1, min(threads, -(-size // _SHARE)))):
+    while size % (step := _STEP * math.lcm(threads, max(1, min(threads, -(-size // _SHARE))))):
         size += -size % step
     return size
 
