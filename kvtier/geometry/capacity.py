@@ -64,8 +64,13 @@ def _peak_blocks(group: GroupSpec, num_tokens: int, step_tokens: int) -> int:
 
 
 def full_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
-    """Blocks if every layer kept all tokens, as in a cache that does not tell attention kinds apart."""
-    return tuple(-(-num_tokens // group.block_tokens) for group in spec.groups)
+    """Blocks if every layer kept all tokens, as in a cache that does not tell attention kinds apart; one state."""
+    return tuple(
+        group.blocks_needed(num_tokens, num_tokens)
+        if group.attention.kind is Kind.STATE
+        else -(-num_tokens // group.block_tokens)
+        for group in spec.groups
+    )
 
 
 def hit_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:

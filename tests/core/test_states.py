@@ -26,7 +26,7 @@ from kvtier import (
     SlidingWindow,
     StepError,
 )
-from kvtier.geometry.capacity import held_blocks, peak_blocks
+from kvtier.geometry.capacity import full_blocks, held_blocks, peak_blocks
 
 PART = Part("recurrent0", (2, 3), "float32")
 
@@ -178,7 +178,7 @@ def test_groups_of_states_have_no_slots_and_others_no_states() -> None:
 
 def test_capacity_counts_what_is_held() -> None:
     spec = spec_of(64, 16)
-    assert held_blocks(spec, 640) == (40, 1)
+    assert held_blocks(spec, 640) == full_blocks(spec, 640) == (40, 1)
     assert peak_blocks(spec, 8192) == (512, 2)
     assert peak_blocks(spec, 8192, 8192) == (512, 3)
     assert peak_blocks(spec, 60, 60) == (4, 1)
