@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from kvtier.coordinator.step import GroupView, Step
     from kvtier.geometry.kv_scales import KVScales
     from kvtier.geometry.outside import Fragment, OutsideGroup
-    from kvtier.geometry.spec import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+    from kvtier.geometry.spec import (
+        CacheSpec,
+        ChunkedLocal,
+        FullAttention,
+        GroupSpec,
+        Part,
+        RecurrentState,
+        SlidingWindow,
+    )
     from kvtier.host_tier.parts import HostHit
     from kvtier.host_tier.plan import HostPlan
     from kvtier.host_tier.scheduler import HostTierScheduler
@@ -101,6 +109,8 @@ __all__ = [
     "MemoryUnavailable",
     "NotExact",
     "OutsideGroup",
+    "Part",
+    "RecurrentState",
     "Request",
     "RequestTooLarge",
     "Scheduler",
@@ -139,7 +149,7 @@ _HOMES = {
     "kvtier.machine.journal": "Event Journal",
     "kvtier.geometry.kv_scales": "KVScales",
     "kvtier.host_tier.scheduler": "HostTierScheduler",
-    "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec SlidingWindow",
+    "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec Part RecurrentState SlidingWindow",
     "kvtier.machine.stats": "CacheStats",
     "kvtier.cache.warmup": "WarmUp warm_up",
 }

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvtier.geometry.spec import Attention, Kind
+from kvtier.machine.errors import StepError
 
 _MAX_ROWS = 2048  # queries of one Span; its causal square is what the kernel balances badly over threads
 _ROW_STEP = 256  # and their unit, if one stretch takes several
@@ -139,6 +140,8 @@ class Geometry:
                     stop = min(end, start - start % span + span)
                     yield from self._spans(entry, start - start % span, start, stop, tile_tokens)
                     start = stop
+        elif self.attention.kind is Kind.STATE:
+            raise StepError("a group of states has no keys to attend to: ask the step for its states()")
         else:
             assert_never(self.attention.kind)
 

@@ -80,8 +80,10 @@ def choose(
     return Choice("reference", problem)
 
 
-def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None, latent: bool = False) -> Choice:
-    """The backend of ``exact=True`` for weights of ``dtype``, None if it is not known yet; ``latent`` as in ``choose``.
+def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None, unlike: str = "") -> Choice:
+    """The backend of ``exact=True`` for weights of ``dtype``, None if it is not known yet.
+
+    ``unlike``: what the model has that it cannot do; "" for nothing.
 
     Raises ``ConfigError`` for an unknown name, and ``NotExact`` where there is none.
     """
@@ -93,8 +95,8 @@ def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | Non
         raise NotExact(f"exact=True cannot be kept on {device}, only on a CPU: use device='cpu', or leave exact out")
     if attention == "flashinfer":
         raise NotExact("exact=True has an attention of its own: use attention='auto', or leave exact out")
-    if latent:
-        raise NotExact("exact=True cannot be kept with latent attention (MLA): leave exact out")
+    if unlike:
+        raise NotExact(f"exact=True cannot be kept with {unlike}: leave exact out")
     return Choice("exact", "exact=True", required=True)
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.spec import Attention, Kind
+from kvtier.machine.errors import StepError
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -98,6 +99,8 @@ def _unreachable(tokens: Int64s, queries: Int64s, bounds: Bounds) -> npt.NDArray
         return tokens > bounds.attention.span_tokens
     if bounds.attention.kind is Kind.FULL:
         return np.zeros(len(tokens), np.bool_)
+    if bounds.attention.kind is Kind.STATE:
+        raise StepError("a group of states has no pages: ask the step for its states()")
     assert_never(bounds.attention.kind)
 
 

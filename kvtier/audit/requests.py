@@ -139,7 +139,7 @@ def _fullest(attention: Attention, block_tokens: int, num_tokens: int) -> int:
     if attention.kind is Kind.FULL:
         return -(-num_tokens // block_tokens)
     at = np.arange(max(0, num_tokens - 2 * (span + block_tokens)), num_tokens)
-    if attention.kind is Kind.WINDOW:
+    if attention.kind is Kind.WINDOW or attention.kind is Kind.STATE:
         seen = np.maximum(0, at - span + 1)
     elif attention.kind is Kind.CHUNK:
         seen = at // span * span
@@ -186,10 +186,11 @@ def _audit_blocks(coordinator: Coordinator, running: Sequence[Tracked], chains: 
         units, table = group.block_tokens // spec.hash_tokens, coordinator.tables.table(g)
         blocks, names, holders = [np.empty(0, np.int32)], [np.empty((0, 2), np.uint64)], list[int]()
         for k, (seq, keys) in enumerate(zip(running, chains, strict=True)):
-            lo, hi = t.span[seq.row, g].tolist()
+            lo, hi = t.span[seq.row, g, :2].tolist()
             end = min(hi, len(keys) // units)
-            blocks.append(table[seq.row, lo:end])
-            names.append(keys[units - 1 :: units][lo:end])
+            there = table[seq.row, lo:end] > 0  # states have gaps
+            blocks.append(table[seq.row, lo:end][there])
+            names.append(keys[units - 1 :: units][lo:end][there])
             holders += [k] * len(blocks[-1])
             if group.attention.kind is Kind.FULL and lo:
                 yield Violation("I15", f"{seq.request!r}: full-attention group {group.name} has let go of {lo} blocks")

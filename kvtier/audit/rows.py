@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvtier.audit.pools import Violation, distinct, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.transfer import Transfer
+from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 
@@ -57,6 +58,9 @@ def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
             yield Violation("I15", f"{group.name} row {row}: an id outside the held entries")
         of, place = (inside & (phase != _FREE)[:, None]).nonzero()
         held, rows = table[of, place], int(coordinator.pools.arrays.meta[g, _ROWS])
+        if group.attention.kind is Kind.STATE:
+            yield from _audit_gaps(coordinator, g, taken)
+            of, place, held = of[held != 0], place[held != 0], held[held != 0]
         wrong = (held <= 0) | (held >= rows)
         for row in distinct(of[wrong]):
             yield Violation("I15", f"{group.name} row {row}: a held entry is null or outside the pool")
@@ -73,6 +77,17 @@ def audit_rows(coordinator: Coordinator) -> Iterator[Violation]:
                 yield Violation(
                     "I15", f"{group.name} row {row}: blocks [{low}, {high}) are held, [{first}, {end}) are seen"
                 )
+
+
+def _audit_gaps(coordinator: Coordinator, g: int, taken: list[int]) -> Iterator[Violation]:
+    """A row of states has the one that it goes on from, the one of its last boundary, and a block to write to."""
+    t, name, bt = coordinator.tables.arrays, coordinator.spec.groups[g].name, coordinator.spec.groups[g].block_tokens
+    for row in taken:
+        lo, hi, computed = int(t.lo[g, row]), int(t.hi[g, row]), int(t.computed[row])
+        needed = {(computed - 1) // bt, max(0, computed - 1) // bt - 1, hi - 1}
+        for j in sorted(j for j in needed if lo <= j < hi):
+            if coordinator.tables.table(g)[row, j] == 0:
+                yield Violation("S5", f"{name} row {row}: no state where block {j} should be, after {computed} tokens")
 
 
 def _audit_written(

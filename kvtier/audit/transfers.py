@@ -79,8 +79,8 @@ def device_owners(tier: Tier, coordinator: Coordinator, copies: Copies) -> Int64
     t, owners = coordinator.tables.arrays, [copies.on(tier, ~copies.is_store)]
     for g in range(len(coordinator.spec.groups)):
         table, at = coordinator.tables.table(g), np.arange(coordinator.tables.table(g).shape[1])
-        inside = (at >= t.span[:, g, :1]) & (at < t.span[:, g, 1:]) & (t.phase != _FREE)[:, None]
-        held = table[inside]
+        inside = (at >= t.span[:, g, :1]) & (at < t.span[:, g, 1:2]) & (t.phase != _FREE)[:, None]
+        held = table[inside & (table > 0)]  # states have gaps
         owners.append(tier.entries(np.full(len(held), g, np.int32), held))
     return np.concatenate(owners)
 

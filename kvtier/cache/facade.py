@@ -176,9 +176,23 @@ class KVCache:
         Each [usable + 1, block_tokens, num_kv_heads, head_dim]; a block id indexes dim 0. Write new tokens by slot
         mapping, read through block tables; block 0 is the null block and is never written.
         """
+        k, v = self._view(group, layer, "state", "keeps states: ask state(group, layer)")
+        return k, v
+
+    def state(self, group: str, layer: int) -> tuple[torch.Tensor, ...]:
+        """The parts of layer ``layer`` of a group of states (its index there), as strided views of the arena.
+
+        Each [usable + 1, *part.shape], in the order of ``RecurrentState.parts``; a block id indexes dim 0.
+        ``Step.group(name).states()`` says which block to read and which to write; block 0 is never written.
+        """
+        return self._view(group, layer, "kv", "keeps keys and values: ask kv(group, layer)")
+
+    def _view(self, group: str, layer: int, other: str, instead: str) -> tuple[torch.Tensor, ...]:
         self.check_open()
         g = self.spec.index(group)
         at = integer(layer)
+        if ("state" if self.spec.groups[g].attention.kind is Kind.STATE else "kv") == other:
+            raise ConfigError(f"group {group!r} {instead}")
         if at is None or not 0 <= at < self.spec.groups[g].num_layers:
             raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {shown(layer)}")
         if not self._views:

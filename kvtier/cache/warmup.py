@@ -117,7 +117,7 @@ def _run() -> None:
     _exercise("eager", [1, 2], shared, [6, 13, 20] * 4, lose=False)  # slabs change hands, blocks are moved
 
 
-_KINDS = ("full", "window", "chunk")
+_KINDS = ("full", "window", "chunk", "state")
 
 
 def _bytes() -> None:
@@ -179,7 +179,16 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
     from kvtier.cpu_offload.tier_memory import TierMemory
-    from kvtier.geometry.spec import Attention, CacheSpec, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+    from kvtier.geometry.spec import (
+        Attention,
+        CacheSpec,
+        ChunkedLocal,
+        FullAttention,
+        GroupSpec,
+        Part,
+        RecurrentState,
+        SlidingWindow,
+    )
     from kvtier.pools.changes import changed_entries
 
     engines: list[SimulatedEngine] = []
@@ -188,9 +197,12 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         engines.append(SimulatedEngine(memory, faults=Faults(lose=0.3 if lose else 0.0)))
         return engines[-1]
 
-    kinds: list[Attention] = [FullAttention(), SlidingWindow(4), ChunkedLocal(4)]
-    groups = enumerate(zip(_KINDS, kinds, strict=True))
-    spec = CacheSpec([GroupSpec(name, kind, 1 + g, 1, 4, block_tokens=2) for g, (name, kind) in groups])
+    attentions: list[Attention] = [FullAttention(), SlidingWindow(4), ChunkedLocal(4)]
+    kinds = enumerate(attentions)
+    groups = [GroupSpec(_KINDS[g], kind, 1 + g, 1, 4, block_tokens=2) for g, kind in kinds]
+    if "device_blocks" in memory:  # in pools that exchange slabs, blocks are moved where there are no states
+        groups.append(GroupSpec("state", RecurrentState((Part("state", (8,), "float32"),)), 1, block_tokens=2))
+    spec = CacheSpec(groups)
     with KVCache(
         spec,
         device="meta",  # without torch
@@ -209,9 +221,9 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
                 scheduler.add(request)
             while scheduler.has_work():
                 step = scheduler.schedule()
-                for name in _KINDS if step.num_tokens else ():
+                for name in spec.names if step.num_tokens else ():
                     view = step.group(name)
-                    _ = view.block_table, view.slot_mapping, view.paged()
+                    _ = view.states() if name == "state" else (view.block_table, view.slot_mapping, view.paged())
                 scheduler.commit(step, np.zeros(len(step.sample_rows), np.int64))
 
         for i, prompt in enumerate(prompts):
@@ -224,5 +236,5 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         blocks = pools.arrays.blocks
         n = len(blocks)
         changed_entries(blocks, np.zeros(n, bool), np.zeros((n, 2), np.uint64), np.empty(n, np.int64))
-        pools.is_enough(np.zeros(len(_KINDS), np.int64))  # asked if stores are in the way
+        pools.is_enough(np.zeros(len(spec.names), np.int64))  # asked if stores are in the way
         cache.reset()

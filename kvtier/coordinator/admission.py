@@ -146,6 +146,7 @@ class Admission:
             common = self._coordinator.common_prefix(seq, other)
             if common:
                 other.course.branches.add(common)  # it keeps an anchor there: the wait ends in a hit in every group
+                self._coordinator.keep_state(other, common, self._roster.rows())
                 seq.waits_for = ForTwin(other, common)
                 name = other.request.request_id
                 self._wait(seq, Wait.TWIN, f"request {name!r} is computing its prefix", behind=name)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.geometry.spec import Kind
-from kvtier.gpu_pool.row_state import Geo, first_block, num_blocks
+from kvtier.gpu_pool.row_state import Geo, RowCol, first_block, num_blocks, takes
 from kvtier.machine.loops.jit import inlined
 from kvtier.pools.pool_state import Col, SlabCol
 from kvtier.pools.slab_loops import fits
@@ -31,7 +31,7 @@ LITTLE = 1 / 64
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
 _PER_SLAB, _MOST_SLABS = int(Col.PER_SLAB), int(Col.MOST_SLABS)
 _OWNER, _S_EMPTY, _S_SUPERSEDED = int(SlabCol.OWNER), int(SlabCol.EMPTY), int(SlabCol.SUPERSEDED)
-_FULL = int(Kind.FULL)
+_FULL, _STATE, _TOTAL = int(Kind.FULL), int(Kind.STATE), int(RowCol.TOTAL)
 
 
 @inlined
@@ -39,7 +39,7 @@ def lacks(t: Any, g: Any, r: Any, end: Any) -> Any:
     """Blocks of group g that row r needs besides its own to compute up to ``end``."""
     if t.span[r, g, 1] * t.geometry[g, _BT] >= end:
         return np.int64(0)
-    return num_blocks(t.geometry, g, end) - t.span[r, g, 1]
+    return takes(t.geometry, t.span, g, r, num_blocks(t.geometry, g, end))
 
 
 @inlined
@@ -74,7 +74,7 @@ def _is_modest(p: Any, t: Any, need: Any, free: Any, r: Any, start: Any, end: An
         more = (need[g] + lacks(t, g, r, end)) / p.meta[g, _PER_SLAB]
         taken += more
         held = (num_blocks(geometry, g, end) - first_block(geometry, g, start) - 1) * geometry[g, _BT]
-        if geometry[g, _KIND] != _FULL and held > geometry[g, _SPAN]:
+        if geometry[g, _KIND] != _FULL and geometry[g, _KIND] != _STATE and held > geometry[g, _SPAN]:
             borrowed += more
     return borrowed <= len(p.slabs) * LITTLE or taken <= free
 
@@ -103,4 +103,18 @@ def longest_chunk(
         else:
             high = end - 1
         end = (low + high + 1) // 2
-    return low
+    return _at_a_state(t, r, start, low)
+
+
+@inlined
+def _at_a_state(t: Any, r: Any, start: Any, end: Any) -> Any:
+    """The last place up to ``end``, after ``start``, at which row r's states can be kept, if there is one.
+
+    ``end`` itself if all that the row knows ends there, and without states.
+    """
+    for g in range(len(t.geometry)):
+        if t.geometry[g, _KIND] == _STATE and end < t.state[r, _TOTAL]:
+            bt = t.geometry[g, _BT]
+            if end // bt * bt > start:
+                end = end // bt * bt
+    return end

@@ -171,6 +171,7 @@ class Coordinator:
         seq.wait_reason, seq.hit, seq.anchored_at = "", self.hit_by_tier(match, seq), -1
         if match.full_tokens > match.num_tokens and self._full:
             seq.course.branches.add(match.full_tokens)  # others share the prompt up to there: let the next one hit
+        self._note_partings(seq)
         if len(loads.groups) == 0:
             self.tables.set_row(row, match.first, match.counts, match.device)
             self.tables.extend(row, match.num_tokens + 1)
@@ -188,6 +189,25 @@ class Coordinator:
         seq.move(State.LOADING)
         self.tables.arrays.phase[row] = Phase.LOADING
         self._note_admitted(seq, match, loads)
+
+    def _note_partings(self, seq: Tracked) -> None:
+        """The steps of the request's row keep its states where others part from its prompt."""
+        if self.tables.has_states:
+            self.tables.set_partings(seq.row, seq.course.branches | seq.course.told)
+
+    def keep_state(self, seq: Tracked, boundary: int, rows: Ids) -> None:
+        """Others part from the running request at this boundary, which it has not computed. It keeps its state there.
+
+        If the step being made passes it, a block is taken for it, unless ``rows`` may lack it. Without one the state is
+        not kept there, and others find less.
+        """
+        self._note_partings(seq)
+        for g in self.tables.gaps(seq.row, boundary) if self.tables.has_states else ():
+            need = np.zeros(len(self.spec.groups), np.int64)
+            need[g] = 1
+            used = self.pools.live + self.room.promised(rows) + self.room.next_blocks(rows)
+            if self.pools.fits(used + need) and self.room.make_clean(need):
+                self.tables.fill_gap(seq.row, g, boundary, int(self.pools.take(np.array([g], np.int32))[0]))
 
     def _start_row(self, seq: Tracked, match: Match, row: int) -> None:
         self.tables.reserve(len(seq.tokens) + 1)
@@ -246,6 +266,7 @@ class Coordinator:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
                 self._offer(seq, parted)
+                self._note_partings(seq)
             if end > course.named_from:
                 self.retention.seal_passing(seq, end)
             if end == known:

@@ -35,7 +35,7 @@ from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import State, Tracked
 from kvtier.geometry.keys import Text
 from kvtier.geometry.options import wait_seconds
-from kvtier.gpu_pool.row_state import Geo, RowArrays
+from kvtier.gpu_pool.row_state import RowArrays
 from kvtier.machine.errors import ConfigError, DuplicateRequest, InvalidRequest, StepError
 from kvtier.machine.integers import shown
 from kvtier.machine.journal import Arrived, Ended, SentBack
@@ -192,9 +192,7 @@ class CacheManager:
 
     def _take(self, rows: npt.NDArray[np.int32], ends: npt.NDArray[np.int64]) -> Shortage | None:
         """Blocks for tokens up to ``ends``."""
-        room, t = self._coordinator.room, self._tables
-        bt = t.geometry[:, Geo.BLOCK_TOKENS, None]
-        need: npt.NDArray[np.int64] = np.maximum(0, -(-ends // bt) - t.hi[:, rows]).sum(1)
+        room, need = self._coordinator.room, self._coordinator.tables.lacked(rows, ends)
         used = self._pools.live
         if not self._pools.fits(used + need) and not room.trim_to_fit(self._running.roster.rows(), used + need):
             return room.shortage(need, used)

@@ -16,7 +16,7 @@ from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col, Mark
 
 _BT, _KIND, _SPAN = int(Geo.BLOCK_TOKENS), int(Geo.KIND), int(Geo.SPAN)
-_FULL, _WINDOW, _CHUNK = int(Kind.FULL), int(Kind.WINDOW), int(Kind.CHUNK)
+_FULL, _WINDOW, _CHUNK, _STATE = int(Kind.FULL), int(Kind.WINDOW), int(Kind.CHUNK), int(Kind.STATE)
 _FREE, _DECODE = int(Phase.FREE), int(Phase.DECODE)
 _TOTAL, _PHASE, _BASE = int(RowCol.TOTAL), int(RowCol.PHASE), int(Col.BASE)
 _PENDING = int(Mark.PENDING)
@@ -28,7 +28,7 @@ def peak_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
     """The most blocks of group g that a run of ``num_tokens`` holds at once when it computes one token a step."""
     bt, kind, span = geometry[g, _BT], geometry[g, _KIND], geometry[g, _SPAN]
     most = num_blocks(geometry, g, num_tokens)
-    if kind == _WINDOW:
+    if kind == _WINDOW or kind == _STATE:  # noqa: SIM109 - numba
         return min(most, (span + bt - 1 + bt - 1) // bt)
     if kind == _CHUNK:
         return min(most, span // bt)
@@ -44,6 +44,8 @@ def drop(p: Any, t: Any, g: Any, r: Any) -> Any:
     """
     at, alone, free = row_at(t.geometry, g, r), np.int64(0), np.int64(0)
     for j in range(t.span[r, g, 0], t.span[r, g, 1]):
+        if t.table[_U(at + j)] == 0:  # a gap between states
+            continue
         block = p.blocks[_U(p.meta[g, _BASE] + t.table[_U(at + j)])]
         block.refs -= 1
         alone += block.refs == 0 or block.mark == _PENDING
@@ -56,6 +58,8 @@ def undrop(p: Any, t: Any, g: Any, r: Any) -> Any:
     """Takes a ``drop`` back. Returns by how many fewer blocks the remaining drops free."""
     at, free = row_at(t.geometry, g, r), np.int64(0)
     for j in range(t.span[r, g, 0], t.span[r, g, 1]):
+        if t.table[_U(at + j)] == 0:
+            continue
         block = p.blocks[_U(p.meta[g, _BASE] + t.table[_U(at + j)])]
         free += block.refs == 0 and block.fence >= 0
         block.refs += 1

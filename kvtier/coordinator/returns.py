@@ -64,11 +64,13 @@ class TextBytes:
 
     def __init__(self, groups: Sequence[KeptGroup]) -> None:
         self._of_block = np.array([group.block_bytes for group in groups], np.float64)
-        self._of_token = self._of_block / [group.block_tokens for group in groups]
+        is_state = np.array([group.attention.kind is Kind.STATE for group in groups])
+        self._of_token = self._of_block / np.where(is_state, 1, [group.block_tokens for group in groups])
         kinds = [(group.attention.kind, group.attention.span_tokens or NEVER) for group in groups]
         self._is_full = np.array([kind is Kind.FULL for kind, _ in kinds])
         self._chunk = np.array([span if kind is Kind.CHUNK else NEVER for kind, span in kinds])
-        self._window = np.array([max(1, span - 1) if kind is Kind.WINDOW else NEVER for kind, span in kinds])
+        ends = Kind.WINDOW, Kind.STATE  # of a state one block, whatever its tokens
+        self._window = np.array([max(1, span - 1) if kind in ends else NEVER for kind, span in kinds])
 
     def of(self, num_tokens: int) -> Bytes:
         """Of a text, with the windows and chunks at its end."""

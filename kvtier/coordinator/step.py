@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.gpu_pool.block_table import BlockTables
-from kvtier.gpu_pool.exports import Exports, Int32s, Int64s, Paged
+from kvtier.gpu_pool.exports import Exports, Int32s, Int64s, Paged, States
 from kvtier.machine.errors import StepError
 from kvtier.machine.integers import integer, shown
 
@@ -52,7 +53,25 @@ class GroupView:
     @property
     def slot_mapping(self) -> Int64s:
         """int64 [T]: the slot of each new token's KV, ``block_id * block_tokens + offset``."""
+        self._check_tokens("slot_mapping")
         return self._step.slots()[self._g]
+
+    def states(self) -> States:
+        """Of a group of states: what each entry goes on from, and where its states go (``States``).
+
+        Raises ``StepError`` for other groups.
+        """
+        if not self._keeps_states:
+            raise StepError("states() is of a group of states; this one has block_table, slot_mapping and paged()")
+        return self._step.states(self._g)
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self._step.spec.groups[self._g].attention.kind is Kind.STATE
+
+    def _check_tokens(self, what: str) -> None:
+        if self._keeps_states:
+            raise StepError(f"a group of states has no {what}, since it keeps nothing of single tokens; ask states()")
 
     def paged(self) -> Paged:
         """FlashInfer's form: (qo_indptr [E+1], kv_indptr [E+1], kv_indices, kv_last_page_len [E]), int32.
@@ -60,6 +79,7 @@ class GroupView:
         Only pages that the mask can reach. Window groups need ``window_left = window_tokens - 1``. A chunked group
         comes as virtual batches, one entry per request and chunk (so E may be more than R), with plain causal masks.
         """
+        self._check_tokens("pages")
         return self._step.pages()[self._g]
 
     @property
@@ -109,6 +129,7 @@ class Step:
         self._slots: list[Int64s] | None = None
         self._block_tables: list[Int32s] | None = None
         self._pages: list[Paged] | None = None
+        self._states: dict[int, States] = {}
         self._open = True
         self._names = names
         self._request_ids: list[str] | None = None
@@ -166,6 +187,18 @@ class Step:
             self._pages = self._exports.pages(self._open_tables(), self.rows, self.starts, self.seq_lens)
         return self._pages
 
+    def states(self, g: int) -> States:
+        """What the entries do with the states of group g."""
+        if g not in self._states:
+            tables = self._open_tables()
+            self._states[g] = self._exports.states(tables, g, self.rows, self.starts, self.seq_lens)
+        return self._states[g]
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The groups."""
+        return self._tables.spec
+
     def built(self, g: int) -> dict[str, npt.NDArray[Any]]:
         """Group g's arrays that have been built so far, by name; for auditing."""
         made: dict[str, npt.NDArray[Any]] = {}
@@ -173,6 +206,8 @@ class Step:
             made["block_table"] = self._block_tables[g]
         if self._slots is not None:
             made["slot_mapping"] = self._slots[g]
+        if g in self._states:
+            made |= self._states[g]._asdict()
         if self._pages is not None:
             made |= zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len"), self._pages[g], strict=True)
         return made

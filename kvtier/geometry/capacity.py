@@ -52,6 +52,8 @@ def peak_blocks(spec: CacheSpec, num_tokens: int, step_tokens: int = 1) -> Block
 def _peak_blocks(group: GroupSpec, num_tokens: int, step_tokens: int) -> int:
     least, whole = group.peak_blocks(num_tokens), -(-num_tokens // group.block_tokens)
     span, bt = group.attention.span_tokens, group.block_tokens
+    if group.attention.kind is Kind.STATE:  # beside those where prompts part
+        return max(least, group.blocks_needed(max(1, num_tokens) - min(step_tokens, max(1, num_tokens)), num_tokens))
     if group.attention.kind is Kind.WINDOW:  # the step and the window before it, which need not begin with a block
         return max(least, min(whole, -(-(span - 1 + step_tokens + bt - 1) // bt)))
     if group.attention.kind is Kind.CHUNK:  # the step may begin at the end of a chunk
@@ -62,8 +64,13 @@ def _peak_blocks(group: GroupSpec, num_tokens: int, step_tokens: int) -> int:
 
 
 def full_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:
-    """Blocks if every layer kept all tokens, as in a cache that does not tell attention kinds apart."""
-    return tuple(-(-num_tokens // group.block_tokens) for group in spec.groups)
+    """Blocks if every layer kept all tokens, as in a cache that does not tell attention kinds apart; one state."""
+    return tuple(
+        group.blocks_needed(num_tokens, num_tokens)
+        if group.attention.kind is Kind.STATE
+        else -(-num_tokens // group.block_tokens)
+        for group in spec.groups
+    )
 
 
 def hit_blocks(spec: CacheSpec, num_tokens: int) -> Blocks:

@@ -61,7 +61,8 @@ def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
             f"{setting} is {num_bytes:,} bytes, but one block and the null block of every group take {least:,}; "
             f"raise {setting}"
         )
-    low, high = 1, 1 + num_bytes // min(group.token_bytes for group in spec.groups) * max(1, spec.hit_tokens)
+    least = min(group.token_bytes or -(-group.block_bytes // group.block_tokens) for group in spec.groups)
+    low, high = 1, 1 + num_bytes // least * max(1, spec.hit_tokens)
     while low < high:
         middle = (low + high + 1) // 2
         if _tier_bytes(spec, middle) <= num_bytes:
@@ -103,7 +104,13 @@ def fixed_blocks(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> li
     return usable
 
 
+STATES_A_REQUEST = 4
+"""Blocks of states in a static split for each request of ``TYPICAL_TOKENS`` tokens: its own, and ends that stay."""
+
+
 def _blocks_for(group: GroupSpec, tokens: int) -> int:
+    if group.attention.kind is Kind.STATE:
+        return STATES_A_REQUEST * -(-tokens // TYPICAL_TOKENS)
     if group.attention.kind is not Kind.FULL:
         one = group.attention.span_tokens + CHUNK_TOKENS
         tokens = min(tokens, max(one, tokens * one // TYPICAL_TOKENS))

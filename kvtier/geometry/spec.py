@@ -35,6 +35,7 @@ DTYPE_ALIASES = {
     "float": "float32",
 }
 """Short names for dtypes."""
+_SIZES_OF_KV = ("num_kv_heads", "head_dim", "head_dim_v")
 MOST_LAYERS = 10_000
 """A description with more layers is taken for damaged: no model has them, and naming them all would take minutes."""
 ALIGN_BYTES = 16
@@ -47,6 +48,7 @@ class Kind(IntEnum):
     FULL = 0
     WINDOW = 1
     CHUNK = 2
+    STATE = 3
 
 
 @dataclass(frozen=True)
@@ -101,25 +103,95 @@ class ChunkedLocal:
         return position - position % self.chunk_tokens
 
 
-Attention = FullAttention | SlidingWindow | ChunkedLocal
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a layer's state: its name, its shape for one request, and its dtype by torch's name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError("a Part needs a non-empty name")
+        where = f"part {shown(self.name)}"
+        if not isinstance(self.shape, Sequence) or isinstance(self.shape, str) or not self.shape:
+            raise ConfigError(f"{where}: shape must be a tuple of sizes, got {shown(self.shape)}")
+        object.__setattr__(self, "shape", tuple(_positive(f"{where}: a size", size) for size in self.shape))
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
+        if self.num_bytes >= _BOUND:
+            raise ConfigError(f"{where}: {shown(self.shape)} takes {self.num_bytes:,} bytes; 2 GiB are too many")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in a block, padded to a multiple of ``ALIGN_BYTES``, so that the next part begins on a border."""
+        return -(-math.prod(self.shape) * DTYPE_BYTES[self.dtype] // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """Layers that keep one state in place of their tokens' keys and values: tensors ``parts``, each for one layer.
+
+    Block j has the state after token (j + 1) * block_tokens, in all layers. A hit at n needs the block that ends there.
+    """
+
+    parts: tuple[Part, ...]
+    kind = Kind.STATE
+    span_tokens = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.parts, Sequence) or isinstance(self.parts, str) or not self.parts:
+            raise ConfigError(f"a RecurrentState takes a tuple of Part, got {shown(self.parts)}")
+        for part in self.parts:
+            if not isinstance(part, Part):
+                raise ConfigError(f"a RecurrentState takes Parts, got {type(part).__name__}")
+        names = [part.name for part in self.parts]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"the parts of a state need names of their own, got {names}")
+        object.__setattr__(self, "parts", tuple(self.parts))
+
+    def first_visible(self, position: int) -> int:
+        """The last token of the state that ``position`` goes on from."""
+        return max(0, position - 1)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's state."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+Attention = FullAttention | SlidingWindow | ChunkedLocal | RecurrentState
+
+
+class _Default(int):
+    """A number that was not given."""
+
+
+STATE_TOKENS = 64
+"""Tokens from one state that can be kept to the next. The kernels of recurrent layers work in chunks of so many: cuts
+there leave the bits of what is computed as they are."""
+_BLOCK_TOKENS = _Default(16)
+_MOST_HELD = 3
+"""Blocks of states that a step holds of a request: what it goes on from, the last boundary, what it ends with."""
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Layers with one attention kind and one KV shape.
+    """Layers with one attention kind and one KV shape, or with states of one shape.
 
     A block holds K and V of ``block_tokens`` consecutive tokens in all ``num_layers`` layers, contiguous.
     ``head_dim_v`` is V's head size if it differs from K's ``head_dim``. ``dtype``: the stored type of K and V, by
     torch's name; "fp8" is "float8_e4m3fn". ``kv_scales``: of float8 groups, per layer and KV head; None: all 1.
+    A group of states (``RecurrentState``) has none of these; its ``block_tokens`` are 64 unless given.
     """
 
     name: str
     attention: Attention
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
     dtype: str = "bfloat16"
-    block_tokens: int = 16
+    block_tokens: int = _BLOCK_TOKENS
     head_dim_v: int | None = None
     kv_scales: KVScales | None = None
 
@@ -127,13 +199,16 @@ class GroupSpec:
         where = f"group {shown(self.name)}"
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError("a group needs a non-empty name")
-        if not isinstance(self.attention, (FullAttention, SlidingWindow, ChunkedLocal)):
+        if not isinstance(self.attention, (FullAttention, SlidingWindow, ChunkedLocal, RecurrentState)):
             raise ConfigError(
-                f"{where}: attention must be FullAttention, SlidingWindow or ChunkedLocal, got {shown(self.attention)}"
+                f"{where}: attention must be FullAttention, SlidingWindow, ChunkedLocal or RecurrentState, got "
+                f"{shown(self.attention)}"
             )
-        sizes = ["num_layers", "num_kv_heads", "head_dim", "block_tokens"]
-        if self.head_dim_v is not None:
-            sizes.append("head_dim_v")
+        sizes = ["num_layers", "block_tokens"]
+        if isinstance(self.attention, RecurrentState):
+            self._check_state(where, self.attention)
+        else:
+            sizes += ["num_kv_heads", "head_dim"] if self.head_dim_v is None else _SIZES_OF_KV
         for what in sizes:
             object.__setattr__(self, what, _positive(f"{where}: {what}", getattr(self, what)))
         if self.num_layers > MOST_LAYERS:
@@ -146,6 +221,14 @@ class GroupSpec:
                 f"{where}: chunk_tokens {self.attention.chunk_tokens} is not a multiple of block_tokens "
                 f"{self.block_tokens}; a block must not straddle two chunks"
             )
+
+    def _check_state(self, where: str, state: RecurrentState) -> None:
+        for what, nothing in (("num_kv_heads", 0), ("head_dim", 0), ("head_dim_v", None), ("kv_scales", None)):
+            if getattr(self, what) != nothing:
+                raise ConfigError(f"{where}: {what} is of keys and values, and a RecurrentState has its own parts")
+        object.__setattr__(self, "dtype", state.parts[0].dtype)
+        if isinstance(self.block_tokens, _Default):
+            object.__setattr__(self, "block_tokens", STATE_TOKENS)
 
     def _check_scales(self, where: str) -> None:
         if not isinstance(self.kv_scales, KVScales):
@@ -163,17 +246,23 @@ class GroupSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers of the group."""
+        """Bytes of K and V of one token in all layers of the group; 0 for states, which do not grow with the tokens."""
         return self.num_layers * self.num_kv_heads * sum(self.head_dims) * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in either tier, padded to a multiple of ``ALIGN_BYTES``."""
+        if isinstance(self.attention, RecurrentState):
+            return self.num_layers * self.attention.layer_bytes
         return -(-self.token_bytes * self.block_tokens // ALIGN_BYTES) * ALIGN_BYTES
 
     def blocks_needed(self, start: int, end: int) -> int:
-        """Blocks that a step holds to compute tokens [start, end): from the first visible token to the end."""
-        return -(-end // self.block_tokens) - self.attention.first_visible(start) // self.block_tokens
+        """Blocks that a step holds to compute tokens [start, end): from the first visible token to the end.
+
+        Of the states that a step passes it holds few, beside those where prompts part.
+        """
+        needed = -(-end // self.block_tokens) - self.attention.first_visible(start) // self.block_tokens
+        return min(needed, _MOST_HELD) if self.attention.kind is Kind.STATE else needed
 
     def peak_blocks(self, num_tokens: int) -> int:
         """The most blocks that a run of ``num_tokens`` holds at once when it computes one token a step.
@@ -183,7 +272,7 @@ class GroupSpec:
         """
         whole = -(-num_tokens // self.block_tokens)
         span = self.attention.span_tokens
-        if self.attention.kind is Kind.WINDOW:
+        if self.attention.kind in (Kind.WINDOW, Kind.STATE):
             return min(whole, -(-(span + self.block_tokens - 1) // self.block_tokens))
         if self.attention.kind is Kind.CHUNK:
             return min(whole, span // self.block_tokens)
@@ -224,7 +313,9 @@ class CacheSpec:
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
         sizes = {group.name: group.num_layers for group in groups}
-        read = read_layers(layers, sizes, dict.fromkeys(sizes, "kv"))
+        own = {group.name: "state" if group.attention.kind is Kind.STATE else "kv" for group in groups}
+        read = read_layers(layers, sizes, own)
+        _check_roles(read, own)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "layers", read)
 
@@ -335,9 +426,26 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
 
-def _check_hit_tokens(groups: Iterable[GroupSpec]) -> None:
-    """Refuses block sizes of little in common: they end together so seldom that no prefix would ever be found again."""
+def _check_roles(layers: Sequence[Places], own: Mapping[str, str]) -> None:
+    """Refuses states where keys and values are expected, and the other way round."""
+    for i, places in enumerate(layers):
+        for role, (name, _) in places.items():
+            if role in ("kv", "state") and role != own[name]:
+                raise ConfigError(f"model layer {i}: group {shown(name)} is of role {own[name]!r}, not {role!r}")
+
+
+def _check_hit_tokens(groups: Sequence[GroupSpec]) -> None:
+    """Refuses block sizes of little in common: they end together so seldom that no prefix would ever be found again.
+
+    States are kept at hits alone, so each of their blocks is one.
+    """
     unit = math.lcm(*(group.block_tokens for group in groups))
+    for group in groups:
+        if group.attention.kind is Kind.STATE and group.block_tokens != unit and unit < _BOUND:
+            raise ConfigError(
+                f"group {shown(group.name)}: states are kept where hits end, at multiples of {unit:,} tokens (the "
+                f"least common multiple of all groups' block_tokens); its block_tokens is {group.block_tokens:,}"
+            )
     if unit >= _BOUND:
         sizes = ", ".join(f"{group.name}: {group.block_tokens:,}" for group in groups)
         raise ConfigError(

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.gpu_pool.row_state import (
+    HELD,
+    PARTINGS,
     Geo,
     Int32s,
     Int64s,
@@ -26,6 +28,7 @@ from kvtier.gpu_pool.row_state import (
     geometry_of,
     num_blocks,
     row_at,
+    takes,
 )
 from kvtier.gpu_pool.seals import Sealed, seal_range
 from kvtier.machine.loops import aligned
@@ -35,7 +38,7 @@ from kvtier.pools.pool_loops import AHEAD, make_empty, release, release_run, tak
 from kvtier.pools.pool_state import Col, PoolArrays
 
 _BASE, _MOST_SLABS = int(Col.BASE), int(Col.MOST_SLABS)
-_KIND, _FULL = int(Geo.KIND), int(Kind.FULL)
+_KIND, _FULL, _STATE = int(Geo.KIND), int(Kind.FULL), int(Kind.STATE)
 _BT, _PHASE, _VERSION = int(Geo.BLOCK_TOKENS), int(RowCol.PHASE), int(RowCol.VERSION)
 _U = np.uint64
 
@@ -51,8 +54,33 @@ def extend_group(p: Any, t: Any, g: Any, r: Any, want: Any) -> None:
         at, near = row_at(t.geometry, g, r) + held, np.int64(-1)
         if p.meta[g, _MOST_SLABS] > 1 and held > span[r, g, 0]:  # a request's blocks lie together, and leave together
             near = np.int64(p.blocks[_U(p.meta[g, _BASE] + table[_U(at - 1)])].slab)
-        take(p, g, table, at, want - held, near)
+        n = takes(t.geometry, span, g, r, want)
+        take(p, g, table, at, n, near)
+        if n < want - held:
+            _spread(t, g, r, held, want, n)
         span[r, g, 1] = want
+
+
+@inlined
+def _spread(t: Any, g: Any, r: Any, held: Any, want: Any, n: Any) -> None:
+    """Row r has taken n states, which lie from entry ``held`` on: puts them to their places, the last one first.
+
+    These are the last two of ``want`` entries, and the partings before them. What is between them is null.
+    """
+    at, table = row_at(t.geometry, g, r), t.table
+    source, place, c = held + n - 1, want - 1, t.span.shape[2] - 1
+    while source >= held:
+        b = table[_U(at + source)]
+        table[_U(at + source)] = 0
+        table[_U(at + place)] = b
+        source -= 1
+        if place == want - 1:
+            place -= 1
+        else:
+            while c >= HELD and not (held < t.span[r, g, c] <= want - 2):
+                c -= 1
+            place = np.int64(t.span[r, g, c]) - 1
+            c -= 1
 
 
 @jit
@@ -66,8 +94,9 @@ def extend_row(
     t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
     for g in range(len(geometry)):
         want = num_blocks(geometry, g, end)
-        make_empty(p, g, want - span[r, g, 1])
-        extend_group(p, t, g, r, want)
+        if want > span[r, g, 1]:
+            make_empty(p, g, takes(geometry, span, g, r, want))
+            extend_group(p, t, g, r, want)
 
 
 @inlined
@@ -116,10 +145,12 @@ def release_row(
             cold, stop = superseded[r, 2] // bt, np.int64(span[r, g, 1])
         for j in range(np.int64(span[r, g, 1]) - 1, first - 1, -1):
             prefetch(blocks, _U(meta[g, _BASE] + table[_U(at + max(first, j - AHEAD))]))
+            if table[_U(at + j)] == 0:  # a gap between states
+                continue
             release(p, g, np.int64(table[_U(at + j)]), cold <= j < stop)
             table[_U(at + j)] = 0
-        span[r, g, 0] = 0
-        span[r, g, 1] = 0
+        for c in range(span.shape[2]):
+            span[r, g, c] = 0
     state[r, _PHASE] = 0
     state[r, _VERSION] += 1
 
@@ -144,7 +175,13 @@ class BlockTables:
     def __init__(self, spec: CacheSpec, pools: BlockPools, num_rows: int) -> None:
         self.spec = spec
         self.pools = pools
+        self._states = [g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.STATE]
         self.use_rows(num_rows)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a group keeps states."""
+        return bool(self._states)
 
     def use_rows(self, num_rows: int) -> None:
         """From now on there are ``num_rows`` rows, all free; none is held. Raises ``MemoryError``: nothing changed."""
@@ -152,7 +189,7 @@ class BlockTables:
         arrays = RowArrays(
             geometry=geometry_of(groups, unit),
             table=np.zeros(0, np.int32),
-            span=aligned.zeros((num_rows, len(groups), 2), np.int32),
+            span=aligned.zeros((num_rows, len(groups), HELD + (PARTINGS if self.has_states else 0)), np.int32),
             state=aligned.zeros((num_rows, len(RowCol)), np.int64),
             chain=np.zeros((num_rows, 2), np.uint64),
             tail=aligned.zeros((num_rows, unit), np.int32),
@@ -237,8 +274,39 @@ class BlockTables:
         freed = np.zeros(len(self.spec.groups), np.int64)
         for g, group in enumerate(self.spec.groups):
             kept = self.table(g)[r, t.lo[g, r] : group.attention.first_visible(position) // group.block_tokens]
-            freed[g] = (p.refs[p.meta[g, Col.BASE] + kept] == 1).sum()
+            freed[g] = (p.refs[p.meta[g, Col.BASE] + kept[kept > 0]] == 1).sum()
         return freed
+
+    def lacked(self, rows: Int32s, ends: Int64s) -> Int64s:
+        """Blocks by group, int64 [groups], that these rows take to have tokens up to ``ends``."""
+        t = self.arrays
+        held = t.hi[:, rows].astype(np.int64)
+        want = np.maximum(held, -(-ends // t.geometry[:, Geo.BLOCK_TOKENS, None]))
+        more = want - held
+        for g in self._states:
+            kept = t.span[rows, g, HELD:]
+            kept_here = ((kept > held[g][:, None]) & (kept <= want[g][:, None] - 2)).sum(1)
+            more[g] = np.minimum(more[g], 2) + kept_here
+        lacked: Int64s = more.sum(1)
+        return lacked
+
+    def set_partings(self, r: int, boundaries: Iterable[int]) -> None:
+        """From now on row r's steps keep its states at the first few of these boundaries, multiples of hit_tokens."""
+        ahead = sorted(n for n in boundaries if n > self.arrays.computed[r])[:PARTINGS]
+        ends = np.array(ahead, np.int64) // self.spec.hit_tokens
+        for g in self._states:
+            self.arrays.span[r, g, HELD:] = 0
+            self.arrays.span[r, g, HELD : HELD + len(ends)] = ends
+
+    def gaps(self, r: int, boundary: int) -> list[int]:
+        """The groups of states in which row r's step passes this boundary without a block for it."""
+        t, j = self.arrays, boundary // self.spec.hit_tokens - 1
+        return [g for g in self._states if t.lo[g, r] <= j < t.hi[g, r] and self.table(g)[r, j] == 0]
+
+    def fill_gap(self, r: int, g: int, boundary: int, block: int) -> None:
+        """Row r keeps its state at this boundary, one of ``gaps``, in this block, which was taken for it."""
+        self.table(g)[r, boundary // self.spec.hit_tokens - 1] = block
+        self.arrays.state[r, RowCol.VERSION] += 1
 
     def clear(self, r: int) -> None:
         """Releases all of row r and frees it."""

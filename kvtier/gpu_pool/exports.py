@@ -11,7 +11,7 @@ the last step gets only its changes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,44 @@ def _fill_pages(
     return fits
 
 
+class States(NamedTuple):
+    """What a step's entries do with the states of a group. Blocks are block ids of the group, which index its views.
+
+    Entry k goes on from the state in block ``source[k]``; 0: from none. Segment i is a part of entry ``entry[i]`` that
+    ends after token ``end[i]`` of its text: the state then goes to block ``target[i]``. The segments of an entry are
+    together and ascending, and its last one ends the entry. A block is source and target of one entry alone; then it
+    may be both.
+    """
+
+    source: Int32s
+    """int32 [R]."""
+    entry: Int32s
+    """int32 [S]."""
+    end: Int64s
+    """int64 [S]."""
+    target: Int32s
+    """int32 [S]."""
+
+
+@jit
+def _fill_states(
+    geometry: Any, table: Any, g: Any, rows: Any, starts: Any, ends: Any, source: Any, entry: Any, end: Any, target: Any
+) -> Any:
+    """``States`` of group g; entry, end and target have room for all segments. Returns the number of segments."""
+    bt, n = geometry[g, _BT], 0
+    for k in range(len(rows)):
+        at, a, b = row_at(geometry, g, np.int64(rows[k])), starts[k], ends[k]
+        source[k] = table[_U(at + (a - 1) // bt)] if a > 0 else 0
+        last = (b - 1) // bt
+        for j in range(a // bt, last):
+            if table[_U(at + j)] != 0:
+                entry[n], end[n], target[n] = k, (j + 1) * bt, table[_U(at + j)]
+                n += 1
+        entry[n], end[n], target[n] = k, b, table[_U(at + last)]
+        n += 1
+    return n
+
+
 class Exports:
     """Buffers for the steps of one scheduler."""
 
@@ -193,6 +231,16 @@ class Exports:
         _fill_tables(*arrays, fresh, self._seen_row, self._seen_span, self._tables)
         self._shape = shape
         return self._views
+
+    def states(self, tables: BlockTables, g: int, rows: Int32s, starts: Int64s, ends: Int64s) -> States:
+        """What the entries do with the states of group g."""
+        t = tables.arrays
+        bt = int(t.geometry[g, Geo.BLOCK_TOKENS])
+        most = len(rows) + int((ends // bt - starts // bt).sum())
+        source, entry, target = np.empty(len(rows), np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
+        end = np.empty(most, np.int64)
+        n = _fill_states(t.geometry, t.table, g, rows, starts, ends, source, entry, end, target)
+        return States(source, entry[:n], end[:n], target[:n])
 
     def _lay_out(self, count: int, widths: list[int]) -> None:
         """Block tables have ``count`` rows from now on, and these widths."""

@@ -23,7 +23,11 @@ from kvtier.machine.loops.jit import inlined
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
-_WINDOW, _CHUNK = int(Kind.WINDOW), int(Kind.CHUNK)
+_WINDOW, _CHUNK, _STATE = int(Kind.WINDOW), int(Kind.CHUNK), int(Kind.STATE)
+PARTINGS = 4
+"""Boundaries ahead of a row at which the next step keeps its state, beside the last one."""
+HELD = 2
+"""Columns of ``span`` before those of partings."""
 
 
 class Phase(IntEnum):
@@ -86,7 +90,8 @@ class RowArrays(NamedTuple):
 
     geometry: Int64s  # [G, len(Geo)]
     table: Int32s  # flat; entry j of row r in group g at OFFSET[g] + r * WIDTH[g] + j
-    span: Int32s  # [M, G, 2] first held entry and end of the held entries
+    span: Int32s  # [M, G, 2] first held entry and end of the held entries; with states [M, G, 2 + PARTINGS], and in the
+    # further columns of their groups, ascending, the ends of blocks to keep on the way; 0 unused
     state: Int64s  # [M, len(RowCol)]
     chain: npt.NDArray[np.uint64]  # [M, 2] key of the last full unit
     tail: Int32s  # [M, u] tokens since then
@@ -150,7 +155,7 @@ class RowArrays(NamedTuple):
 def first_position(geometry: Any, g: Any, position: Any) -> Any:
     """The first token of group g that ``position`` sees, or that a hit of ``position`` tokens needs."""
     kind, span = geometry[g, _KIND], geometry[g, _SPAN]
-    if kind == _WINDOW:
+    if kind == _WINDOW or kind == _STATE:  # noqa: SIM109 - numba
         return max(np.int64(0), position - span + 1)
     if kind == _CHUNK:
         return position - position % span
@@ -180,6 +185,26 @@ def num_blocks(geometry: Any, g: Any, num_tokens: Any) -> Any:
     """Logical blocks of group g that ``num_tokens`` tokens touch."""
     bt = geometry[g, _BT]
     return (num_tokens + bt - 1) // bt
+
+
+@inlined
+def _partings(span: Any, g: Any, r: Any, want: Any) -> Any:
+    """States of group g, before the last two of ``want``, that row r keeps since prompts part there."""
+    found = np.int64(0)
+    for c in range(HELD, span.shape[2]):
+        found += span[r, g, 1] < span[r, g, c] and span[r, g, c] <= want - 2
+    return found
+
+
+@inlined
+def takes(geometry: Any, span: Any, g: Any, r: Any, want: Any) -> Any:
+    """Blocks of group g that row r takes to have ``want`` logical blocks, which are more than it has.
+
+    Of states: the last two, and those where prompts part. The others are gaps.
+    """
+    if geometry[g, _KIND] != _STATE:
+        return want - span[r, g, 1]
+    return min(want - span[r, g, 1], np.int64(2)) + _partings(span, g, r, want)
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ def seal_range(
     units, at = geometry[g, _UNITS], row_at(geometry, g, r)
     first = max(first, np.int64(span[r, g, 0]))
     for j in range(first, end):
+        if table[_U(at + j)] == 0:  # a gap between states
+            continue
         unit = (j + 1) * units - 1
         prefetch_slot(p, g, keys[min(unit + AHEAD * units, end * units - 1), 1])
         low, high = keys[unit, 0], keys[unit, 1]

@@ -16,15 +16,33 @@ from kvtier.machine.errors import UnsupportedModel
 from kvtier.machine.integers import shown
 
 SERVED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+STATE_TYPES = ("linear_attention", "conv")
+"""Layers with a state instead of keys and values."""
+BOTH_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""Layers with a state beside keys and values, and how they attend."""
+BARE_TYPES = ("moe", "mlp")
+"""Layers with neither."""
 
 _RECURRENT = "keeps a recurrent state instead of keys and values"
+_FORGETS = "its layers begin a prompt's later pieces from no state in transformers' own code"
+_OWN_STATES = "its states are not those of transformers' linear attention layers"
+_OF_MODELS = {
+    "mamba": _FORGETS,
+    "falcon_mamba": _FORGETS,
+    "jamba": _FORGETS,
+    "zamba": _FORGETS,
+    "zamba2": "its layers share one attention, which has no place of its own",
+    "zaya": "its attention itself keeps a state",
+    "nemotron_h": "its own decodes differ from its prompts by more than rounding",
+    "minimax": _OWN_STATES,
+    "recurrent_gemma": "it has them in its modules, not in a cache",
+    "inkling": _OWN_STATES,
+    "inkling2": _OWN_STATES,
+    "inkling2_loop": _OWN_STATES,
+}
+"""Recurrent models that transformers has and kvtier cannot serve: their configs do not tell."""
 _SPARSE = "picks the tokens it sees by their content, with extra state per token"
-_NO_ATTENTION = "has no attention"
 _REASONS = {
-    "linear_attention": _RECURRENT,
-    "conv": "keeps a convolution state instead of keys and values",
-    "hybrid": "keeps a recurrent state beside its keys and values",
-    "hybrid_sliding": "keeps a recurrent state beside its keys and values",
     "recurrent": _RECURRENT,
     "indexed_attention": _SPARSE,
     "compressed_sparse_attention": _SPARSE,
@@ -32,8 +50,6 @@ _REASONS = {
     "minimax_m3_sparse": _SPARSE,
     "window_attention": "attends in blocks, not causally",
     "reference_sliding_attention": "mixes full attention to the prompt with a window over generated tokens",
-    "moe": _NO_ATTENTION,
-    "mlp": _NO_ATTENTION,
     "local": "attends within a window that is not given as sliding_window",
 }
 
@@ -73,14 +89,18 @@ def refuse_model(hf_config: Any, text: Any) -> None:
 
 
 def refuse_layers(text: Any, types: Sequence[str]) -> None:
-    """Raises ``UnsupportedModel`` for the first layer that is not full, sliding or chunked attention per head."""
+    """Raises ``UnsupportedModel`` for the first layer that neither attends in a way that is known nor keeps a state."""
     for i, layer_type in enumerate(types):
-        if layer_type not in SERVED_TYPES:
+        recurrent = layer_type in STATE_TYPES or layer_type in BOTH_TYPES
+        if recurrent and (reason := _OF_MODELS.get(_name(text))):
+            raise UnsupportedModel(f"{_name(text)}: layer {i} is {layer_type!r}, which {_RECURRENT}: {reason}")
+        if not recurrent and layer_type not in (*SERVED_TYPES, *BARE_TYPES):
             reason = _REASONS.get(layer_type, "is not a type that kvtier knows")
             raise UnsupportedModel(
                 f"{_name(text)}: layer {i} is {layer_type!r}, which {reason}; kvtier caches {', '.join(SERVED_TYPES)}"
             )
-    if not isinstance(field(text, "num_attention_heads"), int):
+    attends = any(layer_type in SERVED_TYPES or layer_type in BOTH_TYPES for layer_type in types)
+    if attends and not isinstance(field(text, "num_attention_heads"), int):
         raise UnsupportedModel(
             f"{_name(text)}: its config has no num_attention_heads, so there is no attention to cache"
         )

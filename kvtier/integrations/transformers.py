@@ -10,21 +10,35 @@ Does not   import transformers or torch: it only reads attributes, so any object
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvtier.geometry.spec import (
+    DTYPE_BYTES,
     MOST_LAYERS,
+    STATE_TOKENS,
     Attention,
     CacheSpec,
     ChunkedLocal,
     FullAttention,
     GroupSpec,
     Kind,
+    RecurrentState,
     SlidingWindow,
+    dtype_name,
 )
-from kvtier.integrations.refusals import field, refuse_layers, refuse_model, refuse_positions
+from kvtier.integrations.refusals import (
+    BOTH_TYPES,
+    SERVED_TYPES,
+    STATE_TYPES,
+    field,
+    refuse_layers,
+    refuse_model,
+    refuse_positions,
+)
+from kvtier.integrations.states import parts_of
 from kvtier.machine.errors import ConfigError, KVTierError, UnsupportedModel
 from kvtier.machine.integers import shown
 
@@ -106,9 +120,32 @@ def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:
     refuse_layers(text, types)
     refuse_positions(text)
     _check_sizes(text)
-    sources = _kv_sources(text, types)
-    shapes = [_shape(_layer_config(text, i), types[i], i) for i in range(len(types))]
-    return _group(shapes, sources, _dtype(hf_config, text, dtype), block_tokens)
+    attends = [BOTH_TYPES.get(name, name) for name in types]
+    sources = _kv_sources(text, attends)
+    shapes = [
+        _shape(_layer_config(text, i), name, i) if name in SERVED_TYPES else None for i, name in enumerate(attends)
+    ]
+    states: dict[int, RecurrentState] = {}
+    if any(name in STATE_TYPES or name in BOTH_TYPES for name in types):
+        weights = _dtype(hf_config, text, None if _is_narrow(dtype) else dtype)
+        states = {i: RecurrentState(parts) for i, parts in parts_of(text, weights).items()}
+        _check_states(text, types, states)
+    return _group(shapes, sources, states, _dtype(hf_config, text, dtype), block_tokens)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Whether this is an 8-bit type, which weights are not kept in."""
+    return dtype is not None and dtype != "auto" and DTYPE_BYTES[dtype_name(dtype, "dtype")] == 1
+
+
+def _check_states(text: Any, types: Sequence[str], states: Mapping[int, RecurrentState]) -> None:
+    """The family's own code keeps a state in the layers whose type says so, and in no other."""
+    named = {i for i, name in enumerate(types) if name in STATE_TYPES or name in BOTH_TYPES}
+    if named != states.keys():
+        raise UnsupportedModel(
+            f"{text.model_type}: layers {sorted(named)} are named as recurrent, but in its own code layers "
+            f"{sorted(states)} keep a state"
+        )
 
 
 def _check_sizes(text: Any) -> None:
@@ -232,12 +269,21 @@ def _attention(config: Any, layer_type: str, i: int) -> Attention:
     return SlidingWindow(span) if layer_type == "sliding_attention" else ChunkedLocal(span)
 
 
-def _group(shapes: Sequence[_Shape], sources: Sequence[int], dtype: Any, block_tokens: int) -> CacheSpec:
-    """One group per distinct shape; ``sources[i] == i`` for the layers that own KV."""
+def _group(
+    shapes: Sequence[_Shape | None],
+    sources: Sequence[int],
+    states: Mapping[int, RecurrentState],
+    dtype: Any,
+    block_tokens: int,
+) -> CacheSpec:
+    """One group per distinct shape; ``sources[i] == i`` for the layers that own KV. Then one per distinct state."""
     owners: dict[_Shape, list[int]] = {}
     for i, source in enumerate(sources):
+        shape = shapes[i]
+        if shape is None:
+            continue
         if source == i:
-            owners.setdefault(shapes[i], []).append(i)
+            owners.setdefault(shape, []).append(i)
         elif shapes[i] != shapes[source]:
             raise UnsupportedModel(f"layer {i} reads the KV of layer {source}, but their attention or KV shape differ")
     ordered = sorted(owners, key=lambda shape: shape.attention.kind)
@@ -256,7 +302,16 @@ def _group(shapes: Sequence[_Shape], sources: Sequence[int], dtype: Any, block_t
         for shape in ordered
     ]
     places = {i: (names[shape], index) for shape, layers in owners.items() for index, i in enumerate(layers)}
-    return CacheSpec(groups, layers=[places[source] for source in sources])
+    roles = [{"kv": places[source]} if source in places else {} for source in sources]
+    keepers: dict[RecurrentState, list[int]] = {}
+    for i, state in states.items():
+        keepers.setdefault(state, []).append(i)
+    for n, (state, layers) in enumerate(keepers.items()):
+        name = f"state_{n + 1}" if n else "state"
+        groups.append(GroupSpec(name, state, len(layers), block_tokens=math.lcm(STATE_TOKENS, block_tokens)))
+        for index, i in enumerate(layers):
+            roles[i]["state"] = name, index
+    return CacheSpec(groups, layers=roles)
 
 
 def _names(shapes: Sequence[_Shape]) -> dict[_Shape, str]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec
+from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, RecurrentState
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.memory_limits import available_ram_bytes
 
@@ -111,22 +111,22 @@ class Arena:
 
         self._storage = torch.from_numpy(memory)
 
-    def views(self, g: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim]."""
+    def views(self, g: int) -> list[tuple[torch.Tensor, ...]]:
+        """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim].
+
+        Of states: their parts, each [usable + 1, *part.shape].
+        """
         import torch
 
         assert self.spec is not None
         group = self.spec.groups[g]
+        if isinstance(group.attention, RecurrentState):
+            return self._states(g, group.num_layers, group.attention)
         dtype, item = getattr(torch, group.dtype), DTYPE_BYTES[group.dtype]
         rows, bt, heads = int(self.rows[g]), group.block_tokens, group.num_kv_heads
         dk, dv = group.head_dims
         origin, step = int(self.origins[g]) // item, int(self.strides[g]) // item
-        storage = (
-            self._storage
-            if self._storage is not None
-            else torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
-        )
-        flat = storage.view(dtype)
+        flat = self._bytes().view(dtype)
         layer = bt * heads * (dk + dv)
         width, v_offset = (dk, bt * heads * dk) if dk == dv else (dk + dv, dk)
         strides = (step, heads * width, width, 1)
@@ -137,6 +137,30 @@ class Arena:
             )
             for i in range(group.num_layers)
         ]
+
+    def _states(self, g: int, layers: int, state: RecurrentState) -> list[tuple[torch.Tensor, ...]]:
+        """Layer by layer, each part's tensors lie at one distance from block to block: the block's."""
+        import torch
+
+        rows, step, at = int(self.rows[g]), int(self.strides[g]), int(self.origins[g])
+        storage, found = self._bytes(), []
+        for _ in range(layers):
+            parts = []
+            for part in state.parts:
+                dtype, item = getattr(torch, part.dtype), DTYPE_BYTES[part.dtype]
+                inner = torch.empty(part.shape, device="meta").stride()
+                parts.append(storage.view(dtype).as_strided((rows, *part.shape), (step // item, *inner), at // item))
+                at += part.num_bytes
+            found.append(tuple(parts))
+        return found
+
+    def _bytes(self) -> torch.Tensor:
+        """The memory; on "meta" as much of none."""
+        import torch
+
+        if self._storage is not None:
+            return self._storage
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
 
     def cells(self, groups: npt.NDArray[np.int32], blocks: npt.NDArray[np.int32]) -> CellsOf:
         """``Layout.cells``: the memory cells of blocks, for checks of which copy touches which cell."""

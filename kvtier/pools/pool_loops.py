@@ -224,6 +224,8 @@ def release_run(p: Any, g: Any, table: Any, at: Any, n: Any, cold: Any) -> None:
     base, freed, s, top, here = meta[g, _BASE], 0, np.int64(-1), np.int64(0), np.int64(0)
     for i in range(_U(n)):
         b = np.int64(table[_U(at) + i])
+        if b == 0:  # a gap between states
+            continue
         table[_U(at) + i] = 0
         block = p.blocks[_U(base + b)]
         if block.refs == 1 and block.place == _HELD and block.mark == _NONE and block.fence == 0:

@@ -95,9 +95,7 @@ class _Watching:
         self.attend, self.attend_latent = backend.attend, getattr(backend, "attend_latent", None)
         self.largest: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._write = backend.write_kv
-        self._places = {
-            cache.kv(g.name, i)[0].data_ptr(): (g.name, i) for g in cache.spec.groups for i in range(g.num_layers)
-        }
+        self._places = {cache.kv(*place)[0].data_ptr(): place for place in cache.spec.places("kv") if place is not None}
 
     def write_kv(
         self, k_cache: Tensor, v_cache: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any

@@ -21,6 +21,7 @@ from kvtier.attention.fp8 import layer_scales
 from kvtier.geometry.spec import CacheSpec, Kind
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.latents import Absorbed
+from runner.model.states import StatesOfStep
 
 NAME = "kvtier"
 """The attention implementation to ask transformers for."""
@@ -46,7 +47,7 @@ class StepContext:
     layer, how what an MLA layer keeps is expanded. ``owned``: per model layer, whether it writes KV. ``served``: the
     layers that have attended so far, in call order. ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of
     float8 layers with scales. ``proven``: the layers whose own mask, as the family builds it, is known to be their
-    group's.
+    group's. ``states``: by group of states, what the step does with them; ``mixed``: layers that have used theirs.
     """
 
     spec: CacheSpec
@@ -59,7 +60,9 @@ class StepContext:
     owned: tuple[bool, ...]
     scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
     proven: frozenset[int] = frozenset()
+    states: Mapping[str, StatesOfStep] = field(default_factory=dict)
     served: list[int] = field(default_factory=list)
+    mixed: list[int] = field(default_factory=list)
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
     def tempered(self, query: Tensor, layer: int) -> Tensor:
@@ -78,6 +81,13 @@ class StepContext:
             raise UnsupportedModel(
                 f"layers {missing} never called transformers' AttentionInterface, so their attention would run without "
                 "the cache; this family cannot be served"
+            )
+        kept = {i for i, place in enumerate(self.spec.places("state")) if place is not None}
+        missing = sorted(kept - set(self.mixed))
+        if missing:
+            raise UnsupportedModel(
+                f"layers {missing} never asked for their states, so they would forget all tokens before a step; this "
+                "family cannot be served"
             )
 
 

@@ -46,6 +46,8 @@ def why_eager(model: HybridModel) -> str | None:
     """Why an engine does not capture this model's decode steps; None if it does."""
     if model.device.type != "cuda":
         return f"CUDA graphs are for CUDA devices, and the model is on {model.device}"
+    if model.mixers.layers:
+        return "steps of recurrent layers cannot be captured"
     if not hasattr(model.backend, "GraphBatch"):
         return f"the {model.attention.name} attention cannot be captured"
     return None

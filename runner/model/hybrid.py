@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.attention.kernels import words
 from kvtier.audit.run import AuditLevel, level_from_environment
-from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, dtype_name
+from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, Kind, dtype_name
 from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
@@ -32,6 +33,7 @@ from runner.model.attention import NAME, StepContext, Temperature, owners, scale
 from runner.model.device import model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import take_latents
+from runner.model.states import Mixers, StatesOfStep
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -59,7 +61,7 @@ class HybridModel:
         ``load``). ``kv_scales``: the checkpoint's, for K and V in float8. ``exact``: as in ``load``, but not tried.
         """
         if exact:
-            attention = choice.exactly("auto", model.device, model.dtype, is_latent(model.config))
+            attention = choice.exactly("auto", model.device, model.dtype, _unlike(model.config))
         elif backend is not None:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
@@ -80,6 +82,8 @@ class HybridModel:
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
         self.latents = take_latents(model, NAME)
+        self.mixers = Mixers.of(model)
+        """Its recurrent layers."""
         self.fused = fuse(model, self.device, exact)
         """Modules that run as fewer kernels, by sort."""
         self.proven: frozenset[int] = frozenset()
@@ -126,11 +130,10 @@ class HybridModel:
         groups = CacheSpec.from_config(config, block_tokens=1).groups
         wanted = checkpoint.weights_dtype(folder, dtype, device)
         known = wanted if isinstance(wanted, torch.dtype) else None
-        latent = is_latent(config)
         if exact:
-            chosen = choice.exactly(attention, device, known, latent)
+            chosen = choice.exactly(attention, device, known, _unlike(config))
         else:
-            chosen = choice.choose(attention, device, groups, known, latent=latent)
+            chosen = choice.choose(attention, device, groups, known, latent=is_latent(config))
         check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
         weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = checkpoint.name_of(path_or_id, folder)
@@ -179,14 +182,25 @@ class HybridModel:
         """
         if step.num_tokens == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        batches = {g.name: self.backend.PagedBatch.from_step(step, g, self.device) for g in cache.spec.groups}
+        batches, states = {}, {}
+        for group in cache.spec.groups:
+            if group.attention.kind is Kind.STATE:
+                states[group.name] = StatesOfStep.from_step(step, group)
+            else:
+                batches[group.name] = self.backend.PagedBatch.from_step(step, group, self.device)
         last = np.asarray(step.query_start)[1:][np.asarray(step.sample_rows, np.int64)] - 1
-        context = self.context(cache, batches, self._ids(step.positions))
+        context = self.context(cache, batches, self._ids(step.positions), states)
         rows = np.concatenate([last, also]).astype(np.int64) if len(also) else last
         return self.run(self._ids(step.token_ids), context, self._ids(rows))
 
-    def context(self, cache: Any, batches: Mapping[str, Any], positions: Tensor) -> StepContext:
-        """The attention function's inputs for one forward: a batch per group name, and positions int64 [T]."""
+    def context(
+        self,
+        cache: Any,
+        batches: Mapping[str, Any],
+        positions: Tensor,
+        states: Mapping[str, StatesOfStep] = MappingProxyType({}),
+    ) -> StepContext:
+        """The inputs for one forward: a batch, or what becomes of states, per group name, and positions int64 [T]."""
         return StepContext(
             spec=cache.spec,
             cache=cache,
@@ -198,6 +212,7 @@ class HybridModel:
             owned=owners(cache.spec),
             scales=scales_of(cache.spec, self.device),
             proven=self.proven,
+            states=states,
         )
 
     def run(self, token_ids: Tensor, context: StepContext, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -205,13 +220,17 @@ class HybridModel:
 
         ``out``: the tensor for them.
         """
-        output = self.model(
-            input_ids=token_ids[None],
-            position_ids=context.positions[None],
-            use_cache=False,
-            logits_to_keep=rows,
-            kvtier=context,
-        )
+        self.mixers.step = context
+        try:
+            output = self.model(
+                input_ids=token_ids[None],
+                position_ids=context.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
+                kvtier=context,
+            )
+        finally:
+            self.mixers.step = None
         context.check_complete()
         logits: Tensor = output.logits[0]
         return logits.float() if out is None else out.copy_(logits)
@@ -293,6 +312,14 @@ class HybridModel:
         staged = words.staged(len(array), torch.long, self.device)
         staged.numpy()[:] = array
         return words.sent(staged, self.device)
+
+
+def _unlike(config: Any) -> str:
+    """What the model has that the exact attention and products were not tried with; "" if there is nothing."""
+    if is_latent(config):
+        return "latent attention (MLA)"
+    kept = CacheSpec.from_config(config, block_tokens=1).groups
+    return "recurrent layers" if any(group.attention.kind is Kind.STATE for group in kept) else ""
 
 
 def max_tokens(config: Any) -> int | None:

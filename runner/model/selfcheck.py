@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.paged import Paged, paged_from_table
-from kvtier.geometry.spec import CacheSpec, GroupSpec
+from kvtier.geometry.spec import CacheSpec, GroupSpec, RecurrentState
+from kvtier.gpu_pool.exports import States
 from kvtier.machine.errors import KVTierError, UnsupportedModel
 from runner.errors import ModelLoadError
 from runner.model import masks
@@ -142,6 +143,23 @@ class _View:
     block_table: np.ndarray
     slot_mapping: np.ndarray
 
+    def states(self) -> States:
+        """A step of several tokens of a request is cut once, after the first half."""
+        counts, ends = np.diff(self.query_start).tolist(), self.seq_lens.tolist()
+        found = [
+            (r, n)
+            for r, (count, end) in enumerate(zip(counts, ends, strict=True))
+            for n in sorted({end - count // 2, end})
+        ]
+        before = [n - count for count, n in zip(counts, ends, strict=True)]
+        source = [self.block_table[r, n - 1] if n else 0 for r, n in enumerate(before)]
+        return States(
+            np.array(source, np.int32),
+            np.array([r for r, _ in found], np.int32),
+            np.array([n for _, n in found], np.int64),
+            np.array([self.block_table[r, n - 1] for r, n in found], np.int32),
+        )
+
     def paged(self) -> Paged:
         attention, starts, ends = self.group.attention, self.query_start.tolist(), self.seq_lens.tolist()
         return paged_from_table(attention, self.group.block_tokens, starts, ends, self.block_table)
@@ -200,8 +218,21 @@ class _ScratchCache:
                 1 + tokens, 1, g.num_kv_heads, sum(g.head_dims), dtype=getattr(torch, g.dtype), device=device
             ).split(g.head_dims, -1)
             for g in spec.groups
+            if not isinstance(g.attention, RecurrentState)
             for i in range(g.num_layers)
         }
+        self._states = {
+            (g.name, i): tuple(
+                torch.zeros(1 + tokens, *part.shape, dtype=getattr(torch, part.dtype), device=device)
+                for part in g.attention.parts
+            )
+            for g in spec.groups
+            if isinstance(g.attention, RecurrentState)
+            for i in range(g.num_layers)
+        }
+
+    def state(self, group: str, layer: int) -> tuple[Tensor, ...]:
+        return self._states[group, layer]
 
     def kv(self, group: str, layer: int) -> tuple[Tensor, ...]:
         return self._kv[group, layer]

@@ -109,6 +109,8 @@ def pairs(attention: Attention, num_tokens: int) -> int:
     if attention.kind is Kind.WINDOW:
         grown = min(span, num_tokens)
         return _triangle(grown) + (num_tokens - grown) * span
+    if attention.kind is Kind.STATE:
+        return 0
     assert_never(attention.kind)
 
 

@@ -149,7 +149,7 @@ def _tier(spec: CacheSpec, memory: str | int, setting: str) -> tuple[Layout, Tie
 
 def _group(group: GroupSpec) -> GroupPlan:
     span, kind = group.attention.span_tokens, group.attention.kind
-    names = {Kind.FULL: "full", Kind.WINDOW: f"window {span:,}", Kind.CHUNK: f"chunk {span:,}"}
+    names = {Kind.FULL: "full", Kind.WINDOW: f"window {span:,}", Kind.CHUNK: f"chunk {span:,}", Kind.STATE: "state"}
     return GroupPlan(
         group.name,
         names[kind],

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.geometry.spec import GroupSpec
+from kvtier.geometry.spec import GroupSpec, Kind
 
 Place = tuple[str, int]
 """Group, and index of a layer in it."""
@@ -47,6 +47,8 @@ class Recording:
             self.cold[prompt].ranges.add((start, end))
             new = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
             for group in cache.spec.groups:
+                if group.attention.kind is Kind.STATE:
+                    continue  # a state is judged by what follows from it
                 slots = torch.from_numpy(step.group(group.name).slot_mapping[new].copy())
                 for layer in range(group.num_layers):
                     for which, pool in enumerate(cache.kv(group.name, layer)):

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
+from kvtier.geometry.spec import Kind
 from kvtier.machine.stats import TransferStats
 from kvtier.testing import SimulatedEngine
 from runner.model.graphs import DecodeGraphs
@@ -197,5 +198,8 @@ def _touched(step: Step, cache: KVCache) -> tuple[set[tuple[int, int]], set[tupl
     for g, group in enumerate(cache.spec.groups):
         view = step.group(group.name)
         reads |= {(g, int(b)) for b in np.unique(view.block_table) if b}
+        if group.attention.kind is Kind.STATE:
+            writes |= {(g, int(b)) for b in view.states().target}
+            continue
         writes |= {(g, int(b)) for b in np.unique(view.slot_mapping // group.block_tokens)}
     return reads, writes

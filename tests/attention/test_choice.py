@@ -68,8 +68,8 @@ def test_latents_are_attended_to_by_the_reference_and_the_note_says_why() -> Non
         with pytest.raises(AttentionUnavailable, match=r"latents \(MLA\); or use attention='auto'"):
             choose("flashinfer", "cuda:0", groups, machine=HOPPER, latent=True)
     assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], latent=True).reason
-    with pytest.raises(NotExact, match=r"latent attention .MLA.: leave exact out"):
-        choice.exactly("auto", "cpu", torch.float32, latent=True)
+    with pytest.raises(NotExact, match="with recurrent layers: leave exact out"):
+        choice.exactly("auto", "cpu", torch.float32, "recurrent layers")
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:

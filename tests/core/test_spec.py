@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from core.driving import sees, visible_blocks
-from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, SlidingWindow
+from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, Part, RecurrentState, SlidingWindow
 from kvtier.coordinator.needs import peak_blocks
 from kvtier.geometry.spec import ALIGN_BYTES, Attention, Kind
 from kvtier.gpu_pool.row_state import first_position, geometry_of
@@ -135,9 +135,14 @@ def test_peak_blocks_bound_every_run_of_one_token_a_step_and_are_reached(g, n):
 
 
 def test_the_compiled_loops_follow_the_rule_of_every_attention_kind():
-    kinds = [make() if make.span_tokens == 0 else make(8) for make in get_args(Attention)]
+    made = {RecurrentState: lambda: RecurrentState((Part("conv0", (3,), "float32"),)), FullAttention: FullAttention}
+    kinds = [made[kind]() if kind in made else kind(8) for kind in get_args(Attention)]
     assert [attention.kind for attention in kinds] == list(Kind), "each member of Kind has its class in Attention"
-    for g in (group(attention, bt) for attention in kinds for bt in (1, 4, 8)):
+    for g in (
+        GroupSpec("state", attention, 1, block_tokens=bt) if attention.kind is Kind.STATE else group(attention, bt)
+        for attention in kinds
+        for bt in (1, 4, 8)
+    ):
         geometry = geometry_of([g], g.block_tokens)
         for n in range(40):
             assert first_position(geometry, 0, n) == g.attention.first_visible(n), (g, n)

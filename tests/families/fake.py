@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.geometry.spec import CacheSpec, GroupSpec
+from kvtier.geometry.spec import CacheSpec, GroupSpec, RecurrentState
+from kvtier.gpu_pool.exports import States
 
 NULL = 0
 
@@ -30,15 +31,29 @@ class FakeCache:
                 for d in g.head_dims
             )
             for g in spec.groups
+            if not isinstance(g.attention, RecurrentState)
             for i in range(g.num_layers)
         }
+        self._states = {
+            (g.name, i): tuple(
+                torch.full((blocks, *part.shape), torch.nan, dtype=getattr(torch, part.dtype))
+                for part in g.attention.parts
+            )
+            for g in spec.groups
+            if isinstance(g.attention, RecurrentState)
+            for i in range(g.num_layers)
+        }
+
+    def state(self, group: str, layer: int) -> tuple[torch.Tensor, ...]:
+        return self._states[group, layer]
 
     def kv(self, group: str, layer: int) -> tuple[torch.Tensor, ...]:
         return self._kv[group, layer]
 
     def poison(self, group: GroupSpec, block: int) -> None:
         for i in range(group.num_layers):
-            for tensor in self.kv(group.name, i):
+            is_state = isinstance(group.attention, RecurrentState)
+            for tensor in self.state(group.name, i) if is_state else self.kv(group.name, i):
                 tensor[block] = torch.nan
 
 
@@ -46,6 +61,24 @@ class FakeCache:
 class View:
     block_table: np.ndarray
     slot_mapping: np.ndarray
+    starts: Sequence[int]
+    ends: Sequence[int]
+    block_tokens: int
+
+    def states(self) -> States:
+        """A state at each block's end, and at each entry's."""
+        table, bt = self.block_table, self.block_tokens
+        kept = [
+            (k, n)
+            for k, (a, b) in enumerate(zip(self.starts, self.ends, strict=True))
+            for n in sorted({*range(a // bt * bt + bt, b, bt), b})
+        ]
+        return States(
+            np.array([table[k, (a - 1) // bt] if a else 0 for k, a in enumerate(self.starts)], np.int32),
+            np.array([k for k, _ in kept], np.int32),
+            np.array([n for _, n in kept], np.int64),
+            np.array([table[k, (n - 1) // bt] for k, n in kept], np.int32),
+        )
 
 
 @dataclass(frozen=True)
@@ -124,4 +157,4 @@ class FakeSteps:
             slots.append(
                 block_table[i, tokens // group.block_tokens] * group.block_tokens + tokens % group.block_tokens
             )
-        return View(block_table, np.concatenate(slots).astype(np.int64))
+        return View(block_table, np.concatenate(slots).astype(np.int64), starts, ends, group.block_tokens)

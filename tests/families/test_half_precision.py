@@ -97,9 +97,15 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(
     assert found <= MOST
 
 
-@pytest.mark.parametrize("name", sample(["deepseek_v3", "minicpm3"], ["deepseek_v3"]))
-def test_so_is_latent_attention(name: str, make_cache: Callable[..., KVCache], tmp_path: Path) -> None:
-    """On the torch reference, which alone has it."""
+@pytest.mark.parametrize(
+    "name",
+    sample(
+        ["deepseek_v3", "minicpm3", "qwen3_5", "granitemoehybrid", "lfm2", "falcon_h1", "kimi_linear", "mamba2"],
+        ["deepseek_v3", "qwen3_5"],
+    ),
+)
+def test_so_are_latents_and_states(name: str, make_cache: Callable[..., KVCache], tmp_path: Path) -> None:
+    """On the torch reference, which alone has them."""
     found = excess(zoo.build(name, tmp_path), make_cache, "cpu", attention="reference")
     print(f"{name}: {found:.2f}")
     assert found <= MOST

@@ -24,7 +24,17 @@ from . import zoo
 from .conftest import Family
 from .fake import FakeCache, FakeSteps
 
-LATENT = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "sarvam_mla", "minicpm3", "youtu", "longcat_flash"]
+LATENT = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "axk1",
+    "sarvam_mla",
+    "minicpm3",
+    "youtu",
+    "kimi_linear",
+    "longcat_flash",
+]
 RANK, TURNED, HEADS = 32, 8, 4
 
 

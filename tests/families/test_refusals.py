@@ -40,13 +40,13 @@ def for_model(model_type: str, **fields: Any) -> Any:
 
 
 REFUSED = {
-    "qwen3_next": (lambda: for_model("qwen3_next"), "layer 0 is 'linear_attention', which keeps a recurrent state"),
-    "mamba": (lambda: for_model("mamba"), "'linear_attention'"),
-    "jamba": (lambda: for_model("jamba"), "'linear_attention'"),
-    "bamba": (lambda: for_model("bamba"), "'linear_attention'"),
+    "mamba": (lambda: for_model("mamba"), r"'linear_attention', which keeps a recurrent state.*begin .* from no state"),
+    "jamba": (lambda: for_model("jamba"), r"'linear_attention', .*begin .* from no state"),
+    "zaya": (lambda: for_model("zaya"), "its attention itself keeps a state"),
+    "zamba2": (lambda: for_model("zamba2"), "share one attention"),
+    "nemotron_h": (lambda: for_model("nemotron_h"), "its own decodes differ"),
+    "minimax": (lambda: for_model("minimax"), "are not those of transformers' linear attention"),
     "recurrent_gemma": (lambda: for_model("recurrent_gemma"), "keeps a recurrent state"),
-    "falcon_h1": (lambda: for_model("falcon_h1"), "'hybrid', which keeps a recurrent state beside"),
-    "lfm3": (lambda: for_model("lfm3"), "'conv', which keeps a convolution state"),
     "deepseek_v32": (lambda: for_model("deepseek_v32"), "'indexed_attention', which picks the tokens it sees"),
     "deepseek_v4": (lambda: for_model("deepseek_v4"), "'heavily_compressed_attention'"),
     "dots3_note": (lambda: for_model("dots3_note"), "'indexed_attention'"),

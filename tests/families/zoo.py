@@ -44,6 +44,24 @@ _DEEPSEEK_EXPERTS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_LINEAR = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_CONV = ["conv", "conv", "full_attention", "conv"]
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "head_dim": 16,
+    "layer_types": _LINEAR,
+}
+_SCAN = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
 _LATENT = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -179,6 +197,45 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sarvam_mla": ("sarvam_mla", {**_LATENT, **_DEEPSEEK_EXPERTS, **_FEW_EXPERTS}),
     "minicpm3": ("minicpm3", _LATENT),
     "youtu": ("youtu", _LATENT),
+    "qwen3_next": ("qwen3_next", {**_DELTA, **_FEW_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "lfm2": ("lfm2", {"layer_types": _CONV, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **_SCAN,
+            **_FEW_EXPERTS,
+            "num_local_experts": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "mamba_expand": 2,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "bamba": ("bamba", {**_SCAN, "mamba_expand": 2, "attn_layer_indices": [2]}),
+    "falcon_h1": ("falcon_h1", {**_SCAN, "mamba_d_ssm": 128, "head_dim": 16}),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 16, "expand": 2},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **_LATENT,
+            **_DEEPSEEK_EXPERTS,
+            "layer_types": _LINEAR,
+            "linear_attn_config": {
+                "kda_layers": [1, 2, 3],
+                "full_attn_layers": [4],
+                "num_heads": 4,
+                "head_dim": 16,
+                "short_conv_kernel_size": 4,
+            },
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+        },
+    ),
     "longcat_flash": (
         "longcat_flash",
         {

@@ -268,7 +268,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
         ('{"model_type": "llama", "num_hidden_layers": 1000000000000}', "no model has more than 10,000"),
         ('{"model_type": "mistral", "sliding_window": -4}', "window_tokens must be a positive integer"),
         ('{"model_type": "mamba"}', "layer 0 is 'linear_attention', which keeps a recurrent state"),
-        ('{"model_type": "qwen3_next"}', "layer 0 is 'linear_attention'"),
+        ('{"model_type": "jamba"}', "'linear_attention', which keeps a recurrent state"),
         ('{"model_type": "deepseek_v32"}', "layer 0 is 'indexed_attention'"),
         ('{"model_type": "t5"}', "no language model"),
         ('{"model_type": "vit"}', "no language model"),

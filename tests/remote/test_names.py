@@ -35,6 +35,7 @@ OTHERS = {
     "plan": {"plan": ("tile", 256)},
     "layers": {"layers": [("win", 0), ("win", 1), ("full", 0), ("full", 1)]},
     "a role": {"layers": [{"index": ("full", 0)}, ("full", 1), ("win", 0), ("win", 1)]},
+    "another role": {"layers": [{"rows": ("full", 0)}, ("full", 1), ("win", 0), ("win", 1)]},
     "two roles": {"layers": [{"kv": ("full", 0), "index": ("win", 0)}, ("full", 1), {}, ("win", 1)]},
     "a layer without a cache": {"layers": [("full", 0), ("full", 1), ("win", 0), {}, ("win", 1)]},
     "order of groups": {"groups": GROUPS[::-1]},

@@ -38,7 +38,8 @@ def prompts(seed: int = 0) -> list[list[int]]:
 def serve(family: Family, **options: Any) -> LLM:
     """A tight engine: two of the three prompts fit the full-attention pool, but not with what they generate."""
     spec = family.model.spec(BLOCK)
-    device = {g.name: 18 if g.attention.kind is Kind.FULL else 16 for g in spec.groups}
+    blocks = {Kind.FULL: 18, Kind.STATE: 6}
+    device = {g.name: blocks.get(g.attention.kind, 16) for g in spec.groups}
     llm = LLM(
         family.model,
         "cpu",
@@ -69,7 +70,7 @@ def check(llm: LLM, reference: Any, outputs: list[RequestOutput]) -> None:
         assert output.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gpt_oss", "llama4", "minicpm3"]))
+@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gpt_oss", "llama4", "minicpm3", "qwen3_next"]))
 def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
     family: Callable[[str], Family], name: str
 ) -> None:
@@ -88,13 +89,14 @@ def test_logits_equal_eager_through_chunks_preemption_and_hits_from_both_tiers(
         llm.generate(prompts(seed=1), GREEDY, use_tqdm=False)  # pushes the first prompts out of the device pool
         back = llm.generate(prompts(), GREEDY, use_tqdm=False)
         check(llm, reference, back)
-        assert sum(output.cached_tokens["host"] for output in back) > 0
+        of_states_alone = all(g.attention.kind is Kind.STATE for g in llm.spec.groups)  # nothing of them was pushed out
+        assert of_states_alone or sum(output.cached_tokens["host"] for output in back) > 0
         assert [o.token_ids for o in back] == [o.token_ids for o in first]
         llm.settle()
         assert llm.audit() == []
 
 
-@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gemma3", "deepseek_v3"]))
+@pytest.mark.parametrize("name", sample(zoo.ZOO, ["gemma3", "deepseek_v3", "falcon_h1"]))
 def test_logits_equal_eager_from_a_store_after_a_restart(
     family: Callable[[str], Family], name: str, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ def weights_of(config: Any, given: str | None) -> str:
         why = f"{folders[0]} has no *.safetensors"
     if why:
         raise ConfigError(
-            f"{why}, so that kvtier cannot name the weights by their content; set \"model_id\" in "
+            f'{why}, so that kvtier cannot name the weights by their content; set "model_id" in '
             "kv_connector_extra_config to a name that changes whenever the weights do"
         )
     begun = time.monotonic()

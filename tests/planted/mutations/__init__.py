@@ -18,12 +18,14 @@ from . import (
     remote,
     scheduling,
     server,
+    states,
     steps,
     vllm,
 )
 
 MUTATIONS = (
     *doors.MUTATIONS,
+    *states.MUTATIONS,
     *edges.MUTATIONS,
     *copies.MUTATIONS,
     *cuda.MUTATIONS,

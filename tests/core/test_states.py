@@ -1,0 +1,330 @@
+"""States as groups of a cache: what a step keeps, gaps, partings, hits from all tiers, and texts that stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from breadth import sized
+from hypothesis import given, settings, strategies as st
+
+from core.folding import STATE, Engine, spec_of, text_of
+from kvtier import (
+    CacheManager,
+    CacheSpec,
+    ConfigError,
+    FullAttention,
+    GroupSpec,
+    KVCache,
+    Part,
+    RecurrentState,
+    Request,
+    Scheduler,
+    SlidingWindow,
+    StepError,
+)
+from kvtier.geometry.capacity import full_blocks, held_blocks, peak_blocks
+
+PART = Part("recurrent0", (2, 3), "float32")
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 90, n).tolist()
+
+
+def cache_of(spec: CacheSpec, state: int = 40, full: int = 200, host: int = 400, **options: Any) -> KVCache:
+    device = {"full": full, "state": state}
+    hosts = dict.fromkeys(spec.names, host) if host else None
+    return KVCache(spec, device_blocks={name: device[name] for name in spec.names}, host_blocks=hosts, **options)
+
+
+# --- the spec -------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_has_the_parts_of_all_layers_on_borders() -> None:
+    group = GroupSpec("state", RecurrentState((Part("conv0", (5,), "bfloat16"), PART)), num_layers=3)
+    assert group.block_tokens == 64, "unless given"
+    assert group.block_bytes == 3 * (16 + 32)
+    assert group.token_bytes == 0
+    assert group.dtype == "bfloat16"
+    assert GroupSpec("state", RecurrentState([PART]), 1, block_tokens=16).block_tokens == 16
+    assert GroupSpec("full", FullAttention(), 1, 1, 8).block_tokens == 16
+    assert hash(group) == hash(GroupSpec("state", RecurrentState((Part("conv0", (5,), "bfloat16"), PART)), 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RecurrentState(()), "takes a tuple of Part"),
+        (lambda: RecurrentState("conv"), "takes a tuple of Part"),
+        (lambda: RecurrentState(("conv",)), "takes Parts, got str"),
+        (lambda: RecurrentState((PART, PART)), "names of their own, got"),
+        (lambda: Part("", (1,), "float32"), "non-empty name"),
+        (lambda: Part("x", (), "float32"), "part 'x': shape must be a tuple of sizes"),
+        (lambda: Part("x", 4, "float32"), "part 'x': shape must be"),
+        (lambda: Part("x", (4, 0), "float32"), "part 'x': a size must be a positive integer"),
+        (lambda: Part("x", (4,), "int32"), "part 'x': unknown dtype 'int32'"),
+        (lambda: Part("x", (2**20, 2**20), "float32"), "2 GiB are too many"),
+        (lambda: GroupSpec("s", RecurrentState((PART,)), 1, num_kv_heads=2), "num_kv_heads is of keys and values"),
+        (lambda: GroupSpec("s", RecurrentState((PART,)), 1, head_dim=2), "head_dim is of keys and values"),
+        (lambda: GroupSpec("s", RecurrentState((PART,)), 0), "num_layers must be a positive integer"),
+        (lambda: GroupSpec("full", FullAttention(), 1), "num_kv_heads must be a positive integer"),
+        (lambda: spec_of(4, 8), "group 'state': states are kept where hits end, at multiples of 8 tokens"),
+        (lambda: CacheSpec(spec_of().groups, layers=[{"kv": ("state", 0)}]), "'state' is of role 'state', not 'kv'"),
+        (lambda: CacheSpec(spec_of().groups, layers=[{"state": ("full", 0)}]), "'full' is of role 'kv', not 'state'"),
+    ],
+)
+def test_what_is_no_state_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_layers_of_states_have_that_role_unless_others_are_given() -> None:
+    spec = spec_of()
+    assert spec.layers == ({"kv": ("full", 0)}, {"state": ("state", 0)}, {"state": ("state", 1)})
+    both = CacheSpec(spec.groups, layers=[{"kv": ("full", 0), "state": ("state", 0)}, ("state", 1)])
+    assert both.layers == ({"kv": ("full", 0), "state": ("state", 0)}, {"state": ("state", 1)})
+
+
+def test_parts_are_views_of_a_block_and_do_not_overlap() -> None:
+    spec = spec_of(layers=3)
+    with cache_of(spec, state=5) as cache:
+        views = [part for layer in range(3) for part in cache.state("state", layer)]
+        assert [tuple(part.shape) for part in views] == [(6, 3), (6, 2, 2)] * 3
+        for n, part in enumerate(views):
+            part[:] = n
+        assert all(bool((part == n).all()) for n, part in enumerate(views))
+        size = spec.group("state").block_bytes
+        assert {part[1].data_ptr() - part[0].data_ptr() for part in views} == {size}
+        for call, message in (
+            (lambda: cache.kv("state", 0), r"keeps states: ask state\(group, layer\)"),
+            (lambda: cache.state("full", 0), r"keeps keys and values: ask kv\(group, layer\)"),
+            (lambda: cache.state("state", 3), "has layers 0..2, not 3"),
+            (lambda: cache.state("other", 0), "no group 'other'"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                call()
+
+
+def test_keys_and_names_tell_states_apart() -> None:
+    from kvtier.geometry.keys import KeyChain
+
+    def root(*parts: Part) -> bytes:
+        spec = CacheSpec([GroupSpec("state", RecurrentState(parts), 1, block_tokens=4)])
+        return KeyChain(spec, "m", b"s").root(None, None, ()).tobytes()
+
+    parts = [
+        PART,
+        Part("recurrent0", (3, 2), "float32"),
+        Part("recurrent0", (2, 3), "bfloat16"),
+        Part("x", (2, 3), "float32"),
+    ]
+    assert len({root(part) for part in parts} | {root(*parts[2:])}) == 5
+
+
+# --- what a step takes ----------------------------------------------------------------------------------------------
+
+
+def one_step(spec: CacheSpec, count: int, told: tuple[int, ...] = ()) -> tuple[Any, KVCache, Scheduler]:
+    cache = cache_of(spec, full=600, host=0)
+    scheduler = Scheduler(cache, max_batched_tokens=10_000, max_running=2)
+    scheduler.add(Request("a", tokens(count), 4, boundaries=told))
+    return scheduler.schedule(), cache, scheduler
+
+
+def test_a_long_prompt_takes_three_states_and_not_one_for_each_block() -> None:
+    step, cache, _ = one_step(spec_of(64, 16), 8192)
+    with cache:
+        states = step.group("state").states()
+        assert cache.stats().device["state"].held == 3
+        assert states.source.tolist() == [0]
+        assert states.end.tolist() == [64, 8128, 8192]
+        assert len(set(states.target.tolist())) == 3
+        assert states.entry.tolist() == [0, 0, 0]
+
+
+def test_partings_that_a_caller_tells_of_take_one_each_up_to_a_few() -> None:
+    step, cache, _ = one_step(spec_of(64, 16), 8000, told=(640, 1281, 3000, 3001, 5000, 7000, 8000))
+    with cache:
+        assert step.group("state").states().end.tolist() == [64, 640, 1280, 2944, 4992, 7936, 8000]
+        assert cache.stats().device["state"].held == 7
+
+
+def test_a_chunk_of_a_prompt_ends_where_a_state_can_be_kept() -> None:
+    cache = cache_of(spec_of(8), full=600)
+    with cache:
+        scheduler = Scheduler(cache, max_batched_tokens=30, max_running=2)
+        engine = Engine(cache, scheduler)
+        scheduler.add(Request("a", tokens(61), 2))
+        ends = []
+        engine.run(lambda step: not ends.append(int(step.seq_lens[0])))
+    assert ends == [24, 48, 61, 62]
+
+
+def test_groups_of_states_have_no_slots_and_others_no_states() -> None:
+    step, cache, _ = one_step(spec_of(), 9)
+    with cache:
+        view = step.group("state")
+        for ask in (lambda: view.slot_mapping, view.paged, lambda: view.padded(4)):
+            with pytest.raises(StepError, match=r"keeps nothing of single tokens; ask states\(\)"):
+                ask()
+        with pytest.raises(StepError, match="is of a group of states"):
+            step.group("full").states()
+        assert view.block_table.shape == (1, 3)
+
+
+def test_capacity_counts_what_is_held() -> None:
+    spec = spec_of(64, 16)
+    assert held_blocks(spec, 640) == full_blocks(spec, 640) == (40, 1)
+    assert peak_blocks(spec, 8192) == (512, 2)
+    assert peak_blocks(spec, 8192, 8192) == (512, 3)
+    assert peak_blocks(spec, 60, 60) == (4, 1)
+
+
+# --- hits -----------------------------------------------------------------------------------------------------------
+
+
+def served(engine: Engine, *texts: list[int], new: int = 5) -> list[dict[str, int]]:
+    """Serves these prompts at once; what each has found."""
+    first = engine.taken
+    for i, text in enumerate(texts):
+        engine.scheduler.add(Request(f"{first + i}", text, new))
+    engine.taken += len(texts)
+    reports = {int(report.request_id) - first: report for report in engine.run()}
+    for i, text in enumerate(texts):
+        assert reports[i].token_ids == text_of(text, new)
+    return [dict(reports[i].cached_tokens) for i in range(len(texts))]
+
+
+@pytest.mark.parametrize(("block", "full"), [(4, 4), (8, 4), (8, 0)])
+def test_hits_on_the_device_end_where_a_state_was_kept(block: int, full: int) -> None:
+    with cache_of(spec_of(block, full)) as cache:
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=64, max_running=2))
+        text = tokens(48)
+        assert served(engine, text) == [{"device": 0, "host": 0}]
+        assert served(engine, text) == [{"device": 48 - block, "host": 0}], "the same again, less the last token"
+        answer = text + text_of(text, 5)
+        (found,) = served(engine, [*answer, *tokens(9, 2)])
+        assert found["device"] == 52 // block * block
+        (found,) = served(engine, text[:30] + tokens(9, 3))
+        assert found["device"] == block, "none was kept at the parting, and now one is, for the next who parts there"
+        (found,) = served(engine, text[:30] + tokens(9, 4))
+        assert found["device"] == 28 // block * block
+        assert cache.audit() == []
+
+
+def test_prompts_that_come_at_once_share_what_they_have_in_common() -> None:
+    with cache_of(spec_of(8, 4)) as cache:
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=400, max_running=4))
+        common = tokens(50)
+        found = served(engine, *(common + tokens(20, seed) for seed in range(1, 5)))
+        assert [of["device"] for of in found] == [0, 48, 48, 48]
+
+
+def test_states_come_back_from_the_host_and_from_a_store_after_a_restart(tmp_path: Path) -> None:
+    text = tokens(61)
+    store = {"remote_uri": f"file://{tmp_path}", "key_secret": b"t", "model_id": "m"}
+    with cache_of(spec_of(8, 4), state=4, full=20, **store) as cache:
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=64, max_running=1))
+        served(engine, text)
+        for seed in range(3):
+            served(engine, tokens(61, seed + 5))
+        (found,) = served(engine, text)
+        assert (found["device"], found["host"]) == (0, 56)
+    with cache_of(spec_of(8, 4), **store) as cache:
+        cache.estimate_compute(lambda start, end: 1e9)
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=64, max_running=1))
+        (found,) = served(engine, text)
+        assert found == {"device": 0, "host": 0, "remote": 56}
+        assert cache.audit() == []
+
+
+def test_a_cancelled_step_leaves_no_state_behind() -> None:
+    """S6: its engine may have written some of them."""
+    text = tokens(48)
+    with cache_of(spec_of(8)) as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=64, max_running=1)
+        engine = Engine(cache, scheduler)
+        scheduler.add(Request("a", text, 5))
+        step = scheduler.schedule()
+        engine.forward(step)
+        scheduler.cancel(step)
+        assert cache.stats().device["state"].cached == 0
+        (report,) = engine.run()
+        assert report.token_ids == text_of(text, 5)
+        assert report.cached_tokens == {"device": 0, "host": 0}
+
+
+def test_an_engine_with_a_scheduler_of_its_own() -> None:
+    with cache_of(spec_of(8), host=0) as cache:
+        manager = CacheManager(cache, max_batched_tokens=64, max_running=2)
+        text = tokens(45)
+        for n, hit in ((0, 0), (1, 40)):
+            sequence = manager.open(Request(f"{n}", text, 3))
+            assert manager.match(sequence).num_tokens == hit
+            assert manager.start(sequence) is None
+            step = manager.plan([(sequence, 45 - hit)])
+            assert step.group("state").states().end.tolist() == ([8, 40, 45] if n == 0 else [45])
+            manager.commit(step, [1])
+            manager.close(sequence)
+        assert cache.audit() == []
+
+
+# --- everything at once ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=sized(25, 200), deadline=None)
+@given(st.data())
+def test_texts_are_those_without_a_cache_whatever_happens(data: st.DataObject) -> None:
+    """S9: shared stems, little memory, steps of any length, cancelled steps, both tiers, lazy or eager, with slabs."""
+    draw = data.draw
+    block, full = draw(st.sampled_from([(2, 2), (4, 2), (4, 4), (8, 4), (4, 0)]))
+    spec = spec_of(block, full)
+    memory: dict[str, Any] = {"device_bytes": 4000, "host_bytes": draw(st.sampled_from([0, 6000]))}
+    if draw(st.booleans()):
+        most = {"full": draw(st.integers(24, 40)), "state": draw(st.integers(5, 14))}
+        memory = {"device_blocks": {name: most[name] for name in spec.names}}
+        memory["host_blocks"] = dict.fromkeys(spec.names, draw(st.integers(4, 40)))
+    stems = [tokens(draw(st.integers(1, 30)), seed) for seed in range(2)]
+    with KVCache(spec, **memory, store=draw(st.sampled_from(["eager", "lazy"])), verify="full") as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=draw(st.integers(4, 40)), max_running=draw(st.integers(1, 4)))
+        engine, wanted = Engine(cache, scheduler), {}
+        for round in range(draw(st.integers(1, 3))):
+            for i in range(draw(st.integers(1, 4))):
+                stem = draw(st.sampled_from(stems))
+                text = stem[: draw(st.integers(1, len(stem)))] + tokens(
+                    draw(st.integers(0, 12)), draw(st.integers(5, 7))
+                )
+                told = tuple(draw(st.lists(st.integers(1, len(text)), max_size=2)))
+                request = Request(f"{round}-{i}", text, draw(st.integers(1, 8)), boundaries=told)
+                scheduler.add(request)
+                wanted[request.request_id] = text_of(text, request.max_new_tokens)
+            rng = np.random.default_rng(draw(st.integers(0, 3)))
+            fails = draw(st.sampled_from([0.0, 0.2]))
+            for report in engine.run(lambda step, rng=rng, fails=fails: bool(rng.random() >= fails)):
+                assert report.token_ids == wanted[report.request_id][: len(report.token_ids)]
+                assert report.finish_reason == "length" or report.finish_reason == "capacity"
+        assert cache.audit() == []
+
+
+def test_states_beside_windows() -> None:
+    """Three kinds of groups, which all must have what a hit needs (S7)."""
+    window = GroupSpec("win", SlidingWindow(6), 1, 1, 2, "float32", 4)
+    groups = [*spec_of(8, 4).groups, window]
+    blocks = {"full": 60, "state": 20, "win": 40}
+    with KVCache(CacheSpec(groups), device_blocks=blocks, host_blocks=blocks) as cache:
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=32, max_running=2))
+        text = tokens(44)
+        served(engine, text, tokens(30, 1))
+        assert served(engine, text)[0]["device"] == 40
+        assert cache.audit() == []
+
+
+def test_one_layer_of_state_alone_is_enough() -> None:
+    with KVCache(CacheSpec([GroupSpec("state", STATE, 1, block_tokens=4)]), device_blocks={"state": 3}) as cache:
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=16, max_running=1))
+        served(engine, tokens(30))
+        assert cache.audit() == []

@@ -1,0 +1,132 @@
+"""Recurrent layers: what is read from configs, what mixers are given, and states that do not depend on cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from breadth import sample
+
+from kvtier import CacheSpec, KVCache, Part, Request, Scheduler, UnsupportedModel
+from kvtier.machine.errors import NotExact
+from runner.model import selfcheck
+from runner.model.graphs import why_eager
+from runner.model.hybrid import HybridModel
+from runner.model.states import Mixers
+
+from . import zoo
+from .conftest import Family
+from .fake import FakeCache, FakeSteps
+
+RECURRENT = ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "falcon_h1", "mamba2", "kimi_linear"]
+RECURRENT = [name for name in RECURRENT if name in zoo.ZOO]
+
+
+def test_parts_and_roles_are_those_of_the_familys_own_code() -> None:
+    spec = CacheSpec.from_config(zoo.config("qwen3_next"), block_tokens=16)
+    assert spec.names == ("full", "state")
+    group = spec.group("state")
+    assert (group.num_layers, group.block_tokens) == (3, 64)
+    assert group.attention.parts == (Part("conv0", (128, 4), "float32"), Part("recurrent0", (4, 16, 16), "float32"))
+    assert spec.layers == (*({"state": ("state", i)} for i in range(3)), {"kv": ("full", 0)})
+    half = CacheSpec.from_config(zoo.config("qwen3_next"), dtype="bfloat16").group("state")
+    assert [part.dtype for part in half.attention.parts] == ["bfloat16", "float32"]
+    narrow = CacheSpec.from_config(zoo.config("qwen3_next"), dtype="fp8")
+    assert (narrow.group("full").dtype, narrow.group("state").attention) == ("float8_e4m3fn", group.attention)
+
+
+def test_layers_with_both_and_with_states_alone() -> None:
+    both = CacheSpec.from_config(zoo.config("falcon_h1"))
+    assert both.layers == tuple({"kv": ("full", i), "state": ("state", i)} for i in range(4))
+    alone = CacheSpec.from_config(zoo.config("mamba2"), block_tokens=128)
+    assert (alone.names, alone.group("state").block_tokens) == (("state",), 128)
+    latent = CacheSpec.from_config(zoo.config("kimi_linear"))
+    assert [group.head_dims for group in latent.groups] == [(32, 8), (0, 0)]
+
+
+def test_a_config_that_transformers_cannot_be_asked_about() -> None:
+    text = {"model_type": "own", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = SimpleNamespace(**text, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedModel, match="own: what its recurrent layers keep is asked of transformers"):
+        CacheSpec.from_config(config)
+
+
+def logits_and_states(model: HybridModel, prompt: list[int], most: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Of a prompt computed in steps of ``most`` tokens: its last logits, and the states at its end."""
+    spec = model.spec(16)
+    blocks = {group.name: 8 if group.name == "state" else 40 for group in spec.groups}
+    with KVCache(spec, device_blocks=blocks) as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=most, max_running=1)
+        scheduler.add(Request("a", prompt, 1))
+        while True:
+            step = scheduler.schedule()
+            logits = model.forward(step, cache)
+            states = step.group("state").states()
+            if len(step.sample_rows):
+                layers = spec.group("state").num_layers
+                last = int(states.target[-1])
+                return logits[0], [part[last].clone() for i in range(layers) for part in cache.state("state", i)]
+            scheduler.commit(step, [])
+
+
+@pytest.mark.parametrize("name", sample(RECURRENT, ["qwen3_next", "lfm2"]))
+def test_a_state_has_the_same_bits_however_its_prompt_was_cut(family: Callable[[str], Family], name: str) -> None:
+    """Steps of 100 and 150 tokens end at multiples of 64, and a step of 320 is cut there by its kept states alone."""
+    model, prompt = family(name).model, [*range(3, 140), *range(3, 120)][:256]
+    cold, others = logits_and_states(model, prompt, 320), [logits_and_states(model, prompt, n) for n in (100, 150)]
+    for logits, states in others:
+        assert all(torch.equal(a, b) for a, b in zip(states, cold[1], strict=True)) or _near(states, cold[1])
+        torch.testing.assert_close(logits, cold[0], atol=1e-4, rtol=0)
+
+
+def _near(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """float32 products of other row counts round otherwise; a wrong state is far away."""
+    return all(
+        bool(((a - b).abs() <= 1e-5 * b.abs().max().clamp_min(1)).all()) for a, b in zip(some, others, strict=True)
+    )
+
+
+def test_a_state_that_others_may_find_is_not_written(family: Callable[[str], Family]) -> None:
+    subject = family("qwen3_next")
+    cache = FakeCache(subject.model.spec())
+    steps = FakeSteps(cache, subject.sequences, keep=True)
+    subject.model.forward(steps.step({0: 64}), cache)
+    kept = steps._tables["state"][0][0]
+    before = [part[kept].clone() for i in range(3) for part in cache.state("state", i)]
+    for _ in range(2):
+        subject.model.forward(steps.step({0: 1}), cache)
+    after = [part[kept] for i in range(3) for part in cache.state("state", i)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_mixers_are_wrapped_once_and_are_the_familys_own_without_a_step(family: Callable[[str], Family]) -> None:
+    subject = family("falcon_h1")
+    again = HybridModel(subject.model.model)
+    assert again.mixers is subject.model.mixers is Mixers.of(subject.model.model)
+    assert again.mixers.layers == {0, 1, 2, 3}
+    selfcheck.self_check(again)
+    assert again.mixers.step is None
+    assert "llama" in zoo.ZOO and Mixers.of(family("llama").model.model).layers == set()
+
+
+def test_a_layer_that_does_not_ask_for_its_state_is_refused(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = family("lfm2")
+    mixer = subject.model.model.model.layers[1].conv
+    monkeypatch.setattr(mixer, "forward", mixer.forward._inner)
+    cache = FakeCache(subject.model.spec())
+    step = FakeSteps(cache, subject.sequences).step({0: 4})
+    with pytest.raises(UnsupportedModel, match=r"layers \[1\] never asked for their states"):
+        subject.model.forward(step, cache)
+
+
+def test_what_recurrent_layers_cannot_have_yet(family: Callable[[str], Family]) -> None:
+    subject = family("lfm2")
+    with pytest.raises(NotExact, match="exact=True cannot be kept with recurrent layers"):
+        HybridModel.load(subject.folder, exact=True)
+    on_a_gpu: Any = SimpleNamespace(device=torch.device("cuda:0"), mixers=subject.model.mixers)
+    assert why_eager(on_a_gpu) == "steps of recurrent layers cannot be captured"
