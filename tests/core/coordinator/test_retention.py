@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import inside
 import numpy as np
 import pytest
@@ -14,6 +17,12 @@ from kvtier.pools.block_pool import Col
 from kvtier.testing import canary_spec
 
 SPEC = canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)})
+
+
+@pytest.fixture
+def make_serving(make_serving: Callable[..., Serving]) -> Callable[..., Serving]:
+    """Copies end at the next poll: what is released while a store reads it is not the first to go when that ends."""
+    return partial(make_serving, hold=())
 
 
 @pytest.fixture(autouse=True)
