@@ -3,8 +3,8 @@
 It follows vLLM's scheduler step for step where a connector can tell the difference: one pool of block ids for all
 groups, which share memory; blocks behind a window are taken out of the table (id 0); a preempted request's blocks are
 others' in the same step; a request that waits for a load keeps its blocks until the worker has spoken; it is looked at
-before those that hold nothing, and loads only if all that hold blocks can still get what their texts need; everything
-between scheduler and workers is pickled. Content follows from the block hashes, so each read can be judged.
+before those that hold nothing, and loads only if all that hold blocks can still end; everything between scheduler and
+workers is pickled. Content follows from the block hashes, so each read can be judged.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class FakeEngine:
         preempted = self.preempted_ids
         self.preempted_ids = set()
         scheduled, new, resumed, grown = {}, [], set(), {}
-        budget, was_preempted = self.chunk, False
+        budget, was_preempted, is_short = self.chunk, False, False
         for request in list(self.running):
             if request not in self.running:
                 continue
@@ -165,9 +165,12 @@ class FakeEngine:
                 break
             if request.status == "remote" and not self.promote(request):
                 continue
+            if is_short and not request.tables:
+                break
             count = self.admit(request, budget)
             if count is None:
-                break
+                is_short = True  # another one that holds blocks may need less
+                continue
             if count:
                 self.waiting.remove(request)
                 self.running.append(request)
@@ -278,7 +281,8 @@ class FakeEngine:
             for table, size, first in zip(tables, self.sizes, skipped, strict=True)
         ]
         unused = sum(block.ref_cnt == 0 for block in hit)
-        if sum(map(len, lacking)) + unused > len(self.pool.free) or (ext and not self.can_reserve(request)):
+        taken = sum(map(len, lacking)) + unused
+        if taken > len(self.pool.free) or (ext and not self.can_all_end(request, taken)):
             return None
         self.pool.touch(hit)
         for table, size, ids in zip(tables, self.sizes, lacking, strict=True):
@@ -304,12 +308,21 @@ class FakeEngine:
             self.loads += 1
         return count
 
-    def can_reserve(self, request: Request) -> bool:
-        """Whether its text fits beside those of all that hold blocks; if nobody does, it fits."""
-        others = [other for other in self.requests.values() if other.tables and other is not request]
-        held = [sum(block is not None for table in other.tables for block in table) for other in others]
-        left = [max(0, self.most_blocks(other) - n) for other, n in zip(others, held, strict=True)]
-        return not others or self.most_blocks(request) + sum(left) <= len(self.pool.free)
+    def can_all_end(self, request: Request, taken: int) -> bool:
+        """Whether the requests that wait with blocks can end one after the other, if this one takes so many blocks.
+
+        Those that run end anyway, or give way. If nobody holds blocks, this one may try.
+        """
+        waiting = [one for one in self.waiting if one.tables]
+        if not waiting and not self.running:
+            return True
+        free = len(self.pool.free) - taken + sum(len(one.held(1)) for one in self.running)
+        ends = [(self.most_blocks(one) - len(one.held()), len(one.held(1))) for one in waiting]
+        for lacking, freed in sorted([*ends, (self.most_blocks(request) - taken, taken)]):
+            if lacking > free:
+                return False
+            free += freed
+        return True
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that it holds at most for the tokens that it has."""

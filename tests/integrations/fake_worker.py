@@ -101,6 +101,10 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    def held(self, most_users: int = 2**31) -> list[Block]:
+        """Its blocks; those that so many requests hold at most."""
+        return [block for table in self.tables for block in table if block and block.ref_cnt <= most_users]
+
     def extend_hashes(self) -> None:
         while (len(self.block_hashes) + 1) * UNIT <= len(self.tokens):
             n = len(self.block_hashes)
