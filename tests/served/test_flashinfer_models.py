@@ -250,7 +250,10 @@ def test_verify_says_why_decode_steps_are_not_captured(flashinfer: Any, tmp_path
     model = flash_model(tmp_path, workspace=16)
     report = kit.run(model, tokens=120, prompts=2, new_tokens=2, scenarios=[])
     assert "on cpu" in show.graphs(report) and report.graphs["replayed"] == 0
-    on_cuda = SimpleNamespace(device=torch.device("cuda:0"), backend=object(), attention=Choice("reference", ""))
-    assert graphs.why_eager(on_cuda) == "the reference attention cannot be captured"  # type: ignore[arg-type]
+    of_cuda = {"device": torch.device("cuda:0"), "backend": object(), "attention": Choice("reference", "")}
+    on_cuda: Any = SimpleNamespace(**of_cuda, mixers=SimpleNamespace(layers={}))
+    assert graphs.why_eager(on_cuda) == "the reference attention cannot be captured"
+    on_cuda.mixers.layers = {0: object()}
+    assert "recurrent" in str(graphs.why_eager(on_cuda)) or "state" in str(graphs.why_eager(on_cuda))
     on_cuda.backend = model.backend
     assert graphs.why_eager(on_cuda) is None  # type: ignore[arg-type]
