@@ -34,7 +34,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 # The order of tests is another one each time; pytest says which. `make test KVTIER_TESTS_SEED=123` has it again.
 test test-all: export KVTIER_TESTS_SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
-# A part of each kind of test: what CI runs, in at most 6 minutes on two cores.
+# A part of each kind of test: what CI runs, some 7 minutes on two idle cores.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
