@@ -282,7 +282,7 @@ class Keeping:
 
     def has_lost(self, course: Course, keys: KeyArray, num_tokens: int, hit: int) -> bool:
         """Whether this hit is less than half of what the waiting text has in common with an earlier one."""
-        if course.before is None:  # each step asks anew
+        if course.before is None:  # looked up once: each step asks
             course.before = self.returns.known(keys)
         unit = self._unit
         return 2 * hit < min(course.before.units, (num_tokens - 1) // unit) * unit

@@ -100,9 +100,10 @@ def _copy_each(function: Any, dst: Any, src: Any, sizes: Any, stream: Any, statu
 
 
 def copy_each(function: int, copies: Copies, stream: int) -> None:
-    """Enqueues one copy after the other by ``CudaApi.copy_function``, without the interpreter's lock.
+    """Gives ``stream`` the copies in their order, without the interpreter's lock.
 
-    Raises ``CudaError`` at the first that is refused; those before it are under way.
+    ``function``: ``CudaApi.copy_function``'s address. Raises ``CudaError`` with the number of the first copy that is
+    refused. Copies before it are under way.
     """
     status, count = np.zeros(1, np.int32), len(copies.dst)
     done = _copy_each(np.uint64(function), *copies, np.uint64(stream), status)
