@@ -11,11 +11,14 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvtier.machine.loops.machine_code import VARIABLE, Keeper, clear_up, cpu, folder, keepers, lock, why_not_written
+
+if TYPE_CHECKING:
+    from kvtier.geometry.spec import CacheSpec
 
 _log = logging.getLogger("kvtier.cache.warmup")
 
@@ -168,6 +171,18 @@ def _exact_attention(sizes: Any, table: Any, none: Any) -> None:
     loops.finish(cube, pair, none)
 
 
+def _toy_spec(with_states: bool) -> CacheSpec:
+    """A group of each kind, in blocks of two tokens."""
+    from kvtier.geometry import spec
+
+    kinds: tuple[spec.Attention, ...] = spec.FullAttention(), spec.SlidingWindow(4), spec.ChunkedLocal(4)
+    groups = [spec.GroupSpec(_KINDS[g], kind, 1 + g, 1, 4, block_tokens=2) for g, kind in enumerate(kinds)]
+    if with_states:
+        state = spec.RecurrentState((spec.Part("state", (8,), "float32"),))
+        groups.append(spec.GroupSpec("state", state, 1, block_tokens=2))
+    return spec.CacheSpec(groups)
+
+
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:
     """Serves numbered prompts in turn on pools that hold one of them, then a crowd: prompts of these lengths.
 
@@ -179,16 +194,6 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
     from kvtier.cpu_offload.tier_memory import TierMemory
-    from kvtier.geometry.spec import (
-        Attention,
-        CacheSpec,
-        ChunkedLocal,
-        FullAttention,
-        GroupSpec,
-        Part,
-        RecurrentState,
-        SlidingWindow,
-    )
     from kvtier.pools.changes import changed_entries
 
     engines: list[SimulatedEngine] = []
@@ -197,12 +202,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         engines.append(SimulatedEngine(memory, faults=Faults(lose=0.3 if lose else 0.0)))
         return engines[-1]
 
-    attentions: list[Attention] = [FullAttention(), SlidingWindow(4), ChunkedLocal(4)]
-    kinds = enumerate(attentions)
-    groups = [GroupSpec(_KINDS[g], kind, 1 + g, 1, 4, block_tokens=2) for g, kind in kinds]
-    if "device_blocks" in memory:  # in pools that exchange slabs, blocks are moved where there are no states
-        groups.append(GroupSpec("state", RecurrentState((Part("state", (8,), "float32"),)), 1, block_tokens=2))
-    spec = CacheSpec(groups)
+    spec = _toy_spec(with_states="device_blocks" in memory)  # where slabs are exchanged, blocks of states do not move
     with KVCache(
         spec,
         device="meta",  # without torch
