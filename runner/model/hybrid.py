@@ -114,7 +114,7 @@ class HybridModel:
         "reference". ``batch_invariant``: FlashInfer never splits a query's keys by the rest of the batch.
         ``self_check`` compares a short packed and chunked forward with the family's own attention and costs a few small
         forwards. ``exact``: no bit of K, V or logits depends on hits, chunks or neighbours; on a CPU, by an attention
-        and products of its own. A trial shows it, of three forwards of 268 tokens.
+        and products of its own. A trial computes 591 tokens in three ways, fewer for large models.
 
         Raises ``ModelLoadError`` for files that cannot be read. Three errors come before any weight is read, if the
         config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
