@@ -87,8 +87,9 @@ class Plan:
         return {g.name: self._peak(g) + len(self.prompts) * self._most_left(g) for g in self.spec.groups}
 
     def ample(self) -> Blocks:
-        """Twice as much: nothing goes, whatever goes first."""
-        return {name: 2 * blocks for name, blocks in self.roomy().items()}
+        """One running request, and every block of every prompt's text: nothing goes, whatever is named and goes first."""
+        whole = {g.name: -(-self._end // g.block_tokens) for g in self.spec.groups}
+        return {g.name: self._peak(g) + len(self.prompts) * whole[g.name] for g in self.spec.groups}
 
     def single(self) -> Blocks:
         """One request, and no other beside it once it is interrupted."""
