@@ -80,7 +80,7 @@ class Carrier(Protocol):
 
 
 class Wire:
-    """Between one host tier and stores of one namespace."""
+    """Stands between one host tier and stores of one namespace."""
 
     def __init__(self, tier: HostSide, namespace: bytes, secret: bytes | None) -> None:
         """``secret``: keys a digest in each trailer, for stores that others can write to."""

@@ -46,7 +46,7 @@ OF_LOAD = frozenset(
 
 
 def told_of(config: Any) -> dict[str, Any]:
-    """Of a ``VllmConfig``: its configs whose fields K and V may depend on."""
+    """The configs in a ``VllmConfig`` whose fields K and V may depend on."""
     model, load = config.model_config, getattr(config, "load_config", None)
     return {
         "model": fields_of(model, OF_MODEL),
@@ -59,7 +59,7 @@ def told_of(config: Any) -> dict[str, Any]:
 
 
 def hf_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config of transformers, as a dict."""
+    """A config of transformers as a dict."""
     return {name: value for name, value in plain(hf).items() if name not in OF_HF}
 
 
@@ -72,7 +72,7 @@ def fields_of(config: Any, without: frozenset[str] = frozenset()) -> dict[str, A
 
 
 def plain(value: Any) -> Any:
-    """As JSON."""
+    """A value as JSON has it."""
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if value is None or isinstance(value, (str, int, float, bool)):

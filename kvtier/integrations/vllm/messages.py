@@ -29,7 +29,7 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Of one worker, or of several together."""
+    """The report of one worker, or of several together."""
 
     report: Report
     facts: dict[int, str] = field(default_factory=dict)
