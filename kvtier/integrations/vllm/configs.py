@@ -1,4 +1,4 @@
-"""vLLM's config objects as text, for the names of a store's objects.
+"""vLLM's config objects as text, for the names of a remote tier's objects.
 
 Owns       the fields that say nothing of K and V.
 Promises   every other field is in the text: one that a later vLLM adds makes other names, never shared ones. So does

@@ -33,7 +33,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     report: Report
     facts: dict[int, str] = field(default_factory=dict)
-    """What a store's names depend on, by rank (``identity.facts_of``): in the first report of each worker."""
+    """What names in the remote tier depend on, by rank (``identity.facts_of``): in the first report of each worker."""
 
     def aggregate(self, other: Any) -> WorkerReport:
         return WorkerReport(self.report.merge(other.report), self.facts | other.facts)

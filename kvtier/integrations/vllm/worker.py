@@ -37,7 +37,7 @@ class WorkerSide:
         self._facts: dict[int, str] = {}  # not reported yet
 
     def use_remote(self, settings: Settings, rank: int, facts: str) -> None:
-        """Opens the store; ``facts`` go to the scheduler with the first report. Raises ``ConfigError``."""
+        """Opens the remote tier; ``facts`` go to the scheduler with the first report. Raises ``ConfigError``."""
         assert settings.remote_uri is not None
         self.worker.use_remote(settings.remote_uri, settings.secret(), rank)
         self._facts = {rank: facts}
