@@ -19,17 +19,10 @@ if TYPE_CHECKING:
     from kvtier.coordinator.request import FinishedRequest, Request, Shortage
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.coordinator.step import GroupView, Step
+    from kvtier.geometry.kinds import ChunkedLocal, FullAttention, Part, RecurrentState, SlidingWindow
     from kvtier.geometry.kv_scales import KVScales
     from kvtier.geometry.outside import Fragment, OutsideGroup
-    from kvtier.geometry.spec import (
-        CacheSpec,
-        ChunkedLocal,
-        FullAttention,
-        GroupSpec,
-        Part,
-        RecurrentState,
-        SlidingWindow,
-    )
+    from kvtier.geometry.spec import CacheSpec, GroupSpec
     from kvtier.host_tier.parts import HostHit
     from kvtier.host_tier.plan import HostPlan
     from kvtier.host_tier.scheduler import HostTierScheduler
@@ -149,7 +142,8 @@ _HOMES = {
     "kvtier.machine.journal": "Event Journal",
     "kvtier.geometry.kv_scales": "KVScales",
     "kvtier.host_tier.scheduler": "HostTierScheduler",
-    "kvtier.geometry.spec": "CacheSpec ChunkedLocal FullAttention GroupSpec Part RecurrentState SlidingWindow",
+    "kvtier.geometry.kinds": "ChunkedLocal FullAttention Part RecurrentState SlidingWindow",
+    "kvtier.geometry.spec": "CacheSpec GroupSpec",
     "kvtier.machine.stats": "CacheStats",
     "kvtier.cache.warmup": "WarmUp warm_up",
 }

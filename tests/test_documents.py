@@ -15,7 +15,7 @@ from typing import TypeGuard, get_args
 
 import pytest
 
-from kvtier.geometry.spec import Attention, FullAttention, Kind
+from kvtier.geometry.kinds import Attention, FullAttention, Kind
 
 ROOT = Path(__file__).parent.parent
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"

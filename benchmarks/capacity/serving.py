@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier import CacheSpec, KVCache, Request, Scheduler, Step
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.sizing import split_bytes
-from kvtier.geometry.spec import Kind
 
 CHUNK = 8192
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.rig import Rig, layout
 from benchmarks.gpu.serving import Served, Stage, step
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from runner.api.llm import LLM
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

@@ -28,7 +28,8 @@ from benchmarks.gpu.figures import Figure
 from benchmarks.models import MODELS as CONFIGS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention._flashinfer_version import installed_version, too_old
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.device import install_extra
 from runner.model.checkpoint import find_config
 from runner.needle import weights_path

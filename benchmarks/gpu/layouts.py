@@ -19,7 +19,8 @@ from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.serving import Served, Stage
 from kvtier import CacheSpec, KVCache, Request, Scheduler
 from kvtier.coordinator.step import Step
-from kvtier.geometry.spec import GroupSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import GroupSpec
 
 SECTION = "layouts"
 REPEATS = 5

@@ -19,8 +19,9 @@ from kvtier.cpu_offload.engines.cuda.driver import CudaApi, copy_each
 from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Registration
 from kvtier.cpu_offload.engines.cuda.runtime import DeviceSums
 from kvtier.cpu_offload.transfer import Direction
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.memory_limits import limits
 from kvtier.pools.arena import Arena
 

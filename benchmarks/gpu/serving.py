@@ -22,7 +22,8 @@ from benchmarks.gpu.link import Setup
 from benchmarks.models import MODELS
 from kvtier import AttentionUnavailable, FinishedRequest, Request
 from kvtier.cpu_offload.engines.cuda.link import CudaLink
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from runner.api.llm import LLM
 from runner.engine.loop import StepOutput
 from runner.model.attention import NAME

@@ -17,7 +17,8 @@ from benchmarks.gpu.chip import peak_flops
 from benchmarks.gpu.figures import Budget, Figure
 from benchmarks.gpu.link import load_peak
 from benchmarks.gpu.serving import GIB, Served, Stage, first_token, forget, random_tokens
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from runner.plan import compute
 
 MODELS = ("gpt-oss-20b", "Gemma-3-12B", "Llama-3.1-8B")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
-from kvtier.geometry.spec import Attention
+from kvtier.geometry.kinds import Attention
 from kvtier.pools.block_pool import BlockPools, Mark
 
 BLOCK_TOKENS = 16

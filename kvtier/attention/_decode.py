@@ -27,7 +27,7 @@ from kvtier.attention._decode_loops import (
     plan_pieces,
     write_slots,
 )
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
 
 Floats = npt.NDArray[np.float32]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
 
 _MAX_ROWS = 2048  # queries of one Span; its causal square is what the kernel balances badly over threads

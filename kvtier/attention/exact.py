@@ -30,7 +30,7 @@ from kvtier.attention._exact_loops import SPLIT, TILE
 from kvtier.attention._plan import Keys
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.attention.reference import Reader
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.machine.errors import StepError
 from kvtier.machine.loops.chains import HEADS, KEYS
 

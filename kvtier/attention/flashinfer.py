@@ -33,7 +33,8 @@ from torch import Tensor
 from kvtier.attention import _flashinfer_batch as batches, kernels
 from kvtier.attention._flashinfer_plan import Held as Held, PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
-from kvtier.geometry.spec import GroupSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError
 
 DEFAULT_WORKSPACE_BYTES = 128 << 20

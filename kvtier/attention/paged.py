@@ -20,7 +20,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
 
 Int32s = npt.NDArray[np.int32]

@@ -25,7 +25,8 @@ from kvtier.attention._decode import InPlace
 from kvtier.attention._parts import Part, add_sinks, attend_part, has_flash, merge
 from kvtier.attention._plan import Bands, Geometry, Keys, Singles, Span, Work
 from kvtier.attention.fp8 import fold_output, fold_query, quantize, widen
-from kvtier.geometry.spec import Attention, GroupSpec
+from kvtier.geometry.kinds import Attention
+from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import StepError
 
 _TILE_BYTES = {"cpu": 2 << 20}  # of float32 K read at once: on a CPU, K and V tiles stay in the cache

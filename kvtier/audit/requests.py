@@ -17,7 +17,7 @@ from kvtier.coordinator.coordinator import Coordinator
 from kvtier.coordinator.room import NO_LIMIT
 from kvtier.coordinator.tracked import ForTransfer, ForTwin, State, Tracked
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark
 

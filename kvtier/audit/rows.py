@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.audit.pools import Violation, distinct, indices
 from kvtier.coordinator.coordinator import Coordinator
 from kvtier.cpu_offload.transfer import Transfer
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.pools.block_pool import BlockPools, Col, Mark
 

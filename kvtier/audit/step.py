@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.audit.pools import Violation, indices
 from kvtier.coordinator.coordinator import Coordinator
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.pools.block_pool import Col, Mark
 

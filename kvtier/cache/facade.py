@@ -27,8 +27,9 @@ from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry import capacity
 from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.options import refuse
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.device import check_device_memory
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown

@@ -173,14 +173,14 @@ def _exact_attention(sizes: Any, table: Any, none: Any) -> None:
 
 def _toy_spec(with_states: bool) -> CacheSpec:
     """A group of each kind, in blocks of two tokens."""
-    from kvtier.geometry import spec
+    from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, Part, RecurrentState, SlidingWindow
+    from kvtier.geometry.spec import CacheSpec, GroupSpec
 
-    kinds: tuple[spec.Attention, ...] = spec.FullAttention(), spec.SlidingWindow(4), spec.ChunkedLocal(4)
-    groups = [spec.GroupSpec(_KINDS[g], kind, 1 + g, 1, 4, block_tokens=2) for g, kind in enumerate(kinds)]
+    kinds: tuple[Attention, ...] = FullAttention(), SlidingWindow(4), ChunkedLocal(4)
+    groups = [GroupSpec(_KINDS[g], kind, 1 + g, 1, 4, block_tokens=2) for g, kind in enumerate(kinds)]
     if with_states:
-        state = spec.RecurrentState((spec.Part("state", (8,), "float32"),))
-        groups.append(spec.GroupSpec("state", state, 1, block_tokens=2))
-    return spec.CacheSpec(groups)
+        groups.append(GroupSpec("state", RecurrentState((Part("state", (8,), "float32"),)), 1, block_tokens=2))
+    return CacheSpec(groups)
 
 
 def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: list[int], lose: bool) -> None:

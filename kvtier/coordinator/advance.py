@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.geometry.keys import sip_link
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.block_table import release_span
 from kvtier.gpu_pool.row_state import Geo, Phase, Publish, RowArrays, RowCol, first_block, row_at
 from kvtier.gpu_pool.seals import seal_block

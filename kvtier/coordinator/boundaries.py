@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TypeVar
 
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.stats import EndStats
 
 MOST_APPS = 4096

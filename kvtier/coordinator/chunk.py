@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo, RowCol, first_block, num_blocks, takes
 from kvtier.machine.loops.jit import inlined
 from kvtier.pools.pool_state import Col, SlabCol

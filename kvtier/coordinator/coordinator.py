@@ -26,8 +26,9 @@ from kvtier.coordinator.trail import Mark, Trail
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.keys import KeyChain
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.options import STORE_MODES
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Phase, Publish, RowCol
 from kvtier.machine.journal import Journal, Prefilled, Runs

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from kvtier.coordinator.boundaries import SLACK, Boundaries, End, Found, needed_from
 from kvtier.coordinator.returns import NEVER, NOTHING, Before, Bytes, Returns, TextBytes
 from kvtier.geometry.keys import KeyArray
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.remote.objects import KeptGroup
 
 MOST_TOLD = 32

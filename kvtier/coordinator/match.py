@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.gpu_pool.row_state import Geo, first_block
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.block_pool import BlockPools, Col, Ids, Mark

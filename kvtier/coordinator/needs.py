@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo, Phase, RowCol, num_blocks, row_at
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col, Mark

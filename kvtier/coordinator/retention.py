@@ -16,8 +16,8 @@ from kvtier.coordinator.match import Match
 from kvtier.coordinator.returns import Bytes, TextBytes
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.options import StoreMode
-from kvtier.geometry.spec import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.pools.block_pool import BlockPools, Col, Ids
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import SLACK
 from kvtier.geometry.keys import KeyArray
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.pools.block_pool import BlockPools, Col
 from kvtier.remote.objects import KeptGroup
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.exports import Exports, Int32s, Int64s, Paged, States
 from kvtier.machine.errors import StepError

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from kvtier.coordinator.match import Match
 from kvtier.geometry.keys import KeyArray
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.journal import Gap
 
 MOST = 32_768

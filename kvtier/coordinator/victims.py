@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.coordinator.needs import drop, promised, undrop
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.pool_state import Col

@@ -14,8 +14,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import assert_never
 
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 
 Blocks = tuple[int, ...]
 """Blocks per group."""

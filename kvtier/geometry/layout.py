@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import ALIGN_BYTES
+from kvtier.geometry.kinds import ALIGN_BYTES
 
 Int64s = npt.NDArray[np.int64]
 Seams = Sequence[tuple[int, int]]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 from kvtier.geometry.sizing import MOST_BYTES
-from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 

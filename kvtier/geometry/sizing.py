@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.integers import integer, shown
 

@@ -1,6 +1,6 @@
-"""The parts of a model's KV cache: attention kinds, groups, and which layer lives where.
+"""The parts of a model's KV cache: its groups, and which layer lives where.
 
-Owns       the geometry: which tokens a position sees, how many bytes a block takes, how many blocks a run needs.
+Owns       the geometry: how many bytes a block takes, and how many blocks a run needs.
 Promises   ``GroupSpec.peak_blocks`` says whether a request can ever run. Refusal and advertised capacity ask it;
            admission asks its compiled form in ``coordinator/needs.py``. Keeps I6, I23.
 Does not   know pools, tiers or tensors.
@@ -11,165 +11,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from functools import cached_property
 from typing import Any, assert_never
 
+from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
+from kvtier.geometry.kinds import (
+    ALIGN_BYTES,
+    BOUND,
+    STATE_TOKENS,
+    Attention,
+    ChunkedLocal,
+    FullAttention,
+    Kind,
+    RecurrentState,
+    SlidingWindow,
+    positive,
+)
 from kvtier.geometry.kv_scales import KVScales, layer_row
 from kvtier.geometry.roles import ROLES, Place, Places, read_layers
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 
-_BOUND = 2**31
-"""Sizes are below this, and so is the unit of prefix hits."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-DTYPE_ALIASES = {
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "float8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "float": "float32",
-}
-"""Short names for dtypes."""
 _SIZES_OF_KV = ("num_kv_heads", "head_dim", "head_dim_v")
 MOST_LAYERS = 10_000
 """A description with more layers is taken for damaged: no model has them, and naming them all would take minutes."""
-ALIGN_BYTES = 16
-"""Block bytes are a multiple of this, so that every K and V row can be read in 16-byte loads."""
-
-
-class Kind(IntEnum):
-    """Attention kinds for the compiled loops."""
-
-    FULL = 0
-    WINDOW = 1
-    CHUNK = 2
-    STATE = 3
-
-
-@dataclass(frozen=True)
-class FullAttention:
-    """Token i sees every j <= i."""
-
-    kind = Kind.FULL
-    span_tokens = 0
-
-    def first_visible(self, position: int) -> int:
-        """The first token that ``position`` sees."""
-        return 0
-
-
-@dataclass(frozen=True)
-class SlidingWindow:
-    """Token i sees i - window_tokens < j <= i (transformers' ``sliding_window``)."""
-
-    window_tokens: int
-    kind = Kind.WINDOW
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "window_tokens", _positive("SlidingWindow.window_tokens", self.window_tokens))
-
-    @property
-    def span_tokens(self) -> int:
-        """Tokens that a position sees at most."""
-        return self.window_tokens
-
-    def first_visible(self, position: int) -> int:
-        """The first token that ``position`` sees."""
-        return max(0, position - self.window_tokens + 1)
-
-
-@dataclass(frozen=True)
-class ChunkedLocal:
-    """Token i sees j <= i of its own chunk, j // chunk_tokens == i // chunk_tokens (``attention_chunk_size``)."""
-
-    chunk_tokens: int
-    kind = Kind.CHUNK
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "chunk_tokens", _positive("ChunkedLocal.chunk_tokens", self.chunk_tokens))
-
-    @property
-    def span_tokens(self) -> int:
-        """Tokens that a position sees at most."""
-        return self.chunk_tokens
-
-    def first_visible(self, position: int) -> int:
-        """The first token that ``position`` sees."""
-        return position - position % self.chunk_tokens
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of a layer's state: its name, its shape for one request, and its dtype by torch's name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError("a Part needs a non-empty name")
-        where = f"part {shown(self.name)}"
-        if not isinstance(self.shape, Sequence) or isinstance(self.shape, str) or not self.shape:
-            raise ConfigError(f"{where}: shape must be a tuple of sizes, got {shown(self.shape)}")
-        object.__setattr__(self, "shape", tuple(_positive(f"{where}: a size", size) for size in self.shape))
-        object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
-        if self.num_bytes >= _BOUND:
-            raise ConfigError(f"{where}: {shown(self.shape)} takes {self.num_bytes:,} bytes; 2 GiB are too many")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in a block, padded to a multiple of ``ALIGN_BYTES``, so that the next part begins on a border."""
-        return -(-math.prod(self.shape) * DTYPE_BYTES[self.dtype] // ALIGN_BYTES) * ALIGN_BYTES
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """Layers that keep one state in place of their tokens' keys and values: tensors ``parts``, each for one layer.
-
-    Block j has the state after token (j + 1) * block_tokens, in all layers. A hit at n needs the block that ends there.
-    """
-
-    parts: tuple[Part, ...]
-    kind = Kind.STATE
-    span_tokens = 2
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.parts, Sequence) or isinstance(self.parts, str) or not self.parts:
-            raise ConfigError(f"a RecurrentState takes a tuple of Part, got {shown(self.parts)}")
-        for part in self.parts:
-            if not isinstance(part, Part):
-                raise ConfigError(f"a RecurrentState takes Parts, got {type(part).__name__}")
-        names = [part.name for part in self.parts]
-        if len(set(names)) != len(names):
-            raise ConfigError(f"the parts of a state need names of their own, got {names}")
-        object.__setattr__(self, "parts", tuple(self.parts))
-
-    def first_visible(self, position: int) -> int:
-        """The last token of the state that ``position`` goes on from."""
-        return max(0, position - 1)
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's state."""
-        return sum(part.num_bytes for part in self.parts)
-
-
-Attention = FullAttention | SlidingWindow | ChunkedLocal | RecurrentState
 
 
 class _Default(int):
     """A number that was not given."""
 
 
-STATE_TOKENS = 64
-"""Tokens from one state that can be kept to the next. The kernels of recurrent layers work in chunks of so many: cuts
-there leave the bits of what is computed as they are."""
 _BLOCK_TOKENS = _Default(16)
 _MOST_HELD = 3
 """Blocks of states that a step holds of a request: what it goes on from, the last boundary, what it ends with."""
@@ -210,7 +81,7 @@ class GroupSpec:
         else:
             sizes += ["num_kv_heads", "head_dim"] if self.head_dim_v is None else _SIZES_OF_KV
         for what in sizes:
-            object.__setattr__(self, what, _positive(f"{where}: {what}", getattr(self, what)))
+            object.__setattr__(self, what, positive(f"{where}: {what}", getattr(self, what)))
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
@@ -441,33 +312,14 @@ def _check_hit_tokens(groups: Sequence[GroupSpec]) -> None:
     """
     unit = math.lcm(*(group.block_tokens for group in groups))
     for group in groups:
-        if group.attention.kind is Kind.STATE and group.block_tokens != unit and unit < _BOUND:
+        if group.attention.kind is Kind.STATE and group.block_tokens != unit and unit < BOUND:
             raise ConfigError(
                 f"group {shown(group.name)}: states are kept where hits end, at multiples of {unit:,} tokens (the "
                 f"least common multiple of all groups' block_tokens); its block_tokens is {group.block_tokens:,}"
             )
-    if unit >= _BOUND:
+    if unit >= BOUND:
         sizes = ", ".join(f"{group.name}: {group.block_tokens:,}" for group in groups)
         raise ConfigError(
             f"prefix hits would be multiples of {shown(unit)} tokens, the least common multiple of the groups' "
             f"block_tokens ({sizes}); take sizes that divide each other, so that it is below 2**31"
         )
-
-
-def _positive(what: str, value: object) -> int:
-    number = integer(value)
-    if number is None or not 1 <= number < _BOUND:
-        raise ConfigError(f"{what} must be a positive integer (below 2**31), got {shown(value)}")
-    return number
-
-
-def dtype_name(dtype: object, where: str) -> str:
-    """torch's name of a dtype, given as a name or a torch.dtype; ``ConfigError`` for a dtype that kvtier does not
-    store."""
-    name = (dtype if isinstance(dtype, str) else shown(dtype)).removeprefix("torch.")
-    name = DTYPE_ALIASES.get(name, name)
-    if name not in DTYPE_BYTES:
-        raise ConfigError(
-            f"{where}: unknown dtype {shown(dtype)}; kvtier stores {', '.join(DTYPE_BYTES)}, and fp8 for e4m3"
-        )
-    return name

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.gpu_pool.row_state import (
     HELD,
     PARTINGS,

@@ -18,7 +18,7 @@ from kvtier.coordinator.boundaries import needed_from
 from kvtier.coordinator.keeping import Course
 from kvtier.coordinator.returns import NEVER
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.host_tier.parts import HostHit, HostParts, Question
 from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole

@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from kvtier.geometry.spec import Part, dtype_name
+from kvtier.geometry.dtypes import dtype_name
+from kvtier.geometry.kinds import Part
 from kvtier.machine.errors import UnsupportedModel
 
 KINDS = ("conv", "recurrent")

@@ -15,20 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.geometry.spec import (
-    DTYPE_BYTES,
-    MOST_LAYERS,
+from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
+from kvtier.geometry.kinds import (
     STATE_TOKENS,
     Attention,
-    CacheSpec,
     ChunkedLocal,
     FullAttention,
-    GroupSpec,
     Kind,
     RecurrentState,
     SlidingWindow,
-    dtype_name,
 )
+from kvtier.geometry.spec import MOST_LAYERS, CacheSpec, GroupSpec
 from kvtier.integrations.refusals import (
     BOTH_TYPES,
     SERVED_TYPES,

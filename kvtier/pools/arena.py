@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.dtypes import DTYPE_BYTES
+from kvtier.geometry.kinds import RecurrentState
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, RecurrentState
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.memory_limits import available_ram_bytes
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.keys import KeyArray
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.pools.block_pool import Ids, Words
 
 LEAST_BYTES = 256 * 1024

@@ -23,7 +23,8 @@ from kvtier.coordinator.request import FinishedRequest, Request
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.coordinator.step import GroupView, Step
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
-from kvtier.geometry.spec import GroupSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import GroupSpec
 from kvtier.pools.block_pool import BlockPools
 from kvtier.pools.pool_state import Col, Place
 from kvtier.testing._canary_loops import (

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.spec import Attention, CacheSpec, GroupSpec
+from kvtier.geometry.kinds import Attention
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.testing._canary_loops import chain_values, digest_chain
 
 U64 = npt.NDArray[np.uint64]

@@ -41,7 +41,7 @@ def _given(args: argparse.Namespace, name: str, check: Callable[[Any], object]) 
 
 
 def _kv_dtype(name: str) -> None:
-    from kvtier.geometry.spec import dtype_name
+    from kvtier.geometry.dtypes import dtype_name
 
     dtype_name(name, "--dtype")
 

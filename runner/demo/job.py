@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtier import CacheSpec, ConfigError
 from kvtier.coordinator.running import check_limits
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from runner import needle
 from runner.api.llm import LLM
 from runner.demo.questions import ask

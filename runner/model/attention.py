@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvtier.attention.fp8 import layer_scales
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.latents import Absorbed
 from runner.model.states import StatesOfStep

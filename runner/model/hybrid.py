@@ -24,7 +24,9 @@ from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.attention.kernels import words
 from kvtier.audit.run import AuditLevel, level_from_environment
-from kvtier.geometry.spec import DTYPE_BYTES, CacheSpec, Kind, dtype_name
+from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import ConfigError
-from kvtier.geometry.spec import DTYPE_BYTES, dtype_name
+from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
 from kvtier.machine.integers import shown
 
 LayerScales = dict[int, dict[str, Any]]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvtier.geometry.spec import Attention, CacheSpec
+from kvtier.geometry.kinds import Attention
+from kvtier.geometry.spec import CacheSpec
 
 NAME = "kvtier-masks"
 """The attention implementation that notes the masks."""

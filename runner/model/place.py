@@ -11,7 +11,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from kvtier.geometry.spec import DTYPE_ALIASES
+from kvtier.geometry.dtypes import DTYPE_ALIASES
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
 from runner.errors import ModelLoadError

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.paged import Paged, paged_from_table
-from kvtier.geometry.spec import CacheSpec, GroupSpec, RecurrentState
+from kvtier.geometry.kinds import RecurrentState
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.gpu_pool.exports import States
 from kvtier.machine.errors import KVTierError, UnsupportedModel
 from runner.errors import ModelLoadError

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.geometry.spec import GroupSpec, Part, RecurrentState
+from kvtier.geometry.kinds import Part, RecurrentState
+from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import UnsupportedModel
 
 _CALLS = ("update_conv_state", "update_recurrent_state")

@@ -15,7 +15,8 @@ from typing import Any, assert_never
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtier.geometry.spec import Attention, CacheSpec, GroupSpec, Kind
+from kvtier.geometry.kinds import Attention, Kind
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import is_latent, query_heads, text_config
 from kvtier.machine.errors import UnsupportedModel

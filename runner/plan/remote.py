@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.coordinator.seek import CALL_S
-from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.remote.envelope import TRAILER_BYTES
 from kvtier.remote.objects import ObjectPlan
 from runner.plan.report import LengthPlan, RemoteLength, RemotePlan

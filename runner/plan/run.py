@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.geometry import capacity
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.layout import Layout
 from kvtier.geometry.sizing import layout_of, parse_bytes
-from kvtier.geometry.spec import CacheSpec, GroupSpec, Kind
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
 from kvtier.machine.errors import ConfigError, UnsupportedModel

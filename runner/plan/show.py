@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvtier.geometry.spec import DTYPE_BYTES
+from kvtier.geometry.dtypes import DTYPE_BYTES
 from runner.display.tables import plain_table, print_table, print_text
 from runner.display.units import count, flop, numerous, seconds, size, tokens_of
 from runner.plan.report import Plan

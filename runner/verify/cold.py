@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.geometry.spec import GroupSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import GroupSpec
 
 Place = tuple[str, int]
 """Group, and index of a layer in it."""

@@ -11,7 +11,7 @@ from typing import Any
 from kvtier import ConfigError, KVCache
 from kvtier.cpu_offload.engines.by_name import engine_factory
 from kvtier.cpu_offload.tier_memory import TierMemory
-from kvtier.geometry.spec import DTYPE_BYTES
+from kvtier.geometry.dtypes import DTYPE_BYTES
 from kvtier.testing import FaultyLink, SimulatedEngine
 from runner import needle
 from runner.engine.options import check_host_link

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier import CacheSpec, ConfigError, GroupSpec
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from runner import needle
 from runner.model.hybrid import HybridModel
 from runner.model.prompts import ordinary_tokens

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from kvtier import FinishedRequest, KVCache, Request, Scheduler, Step
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.machine.stats import TransferStats
 from kvtier.testing import SimulatedEngine
 from runner.model.graphs import DecodeGraphs

@@ -8,7 +8,7 @@ from attention.flashinfer_standin import Gpu
 from attention.served_steps import Served, assert_close, expected
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, SlidingWindow, Step
 from kvtier.attention.flashinfer import FlashInfer
-from kvtier.geometry.spec import Attention
+from kvtier.geometry.kinds import Attention
 
 FULL, WINDOW, CHUNK = FullAttention(), SlidingWindow(11), ChunkedLocal(16)
 KINDS = [FULL, WINDOW, SlidingWindow(8), SlidingWindow(1), CHUNK]

@@ -13,7 +13,7 @@ from attention.test_reference import Case, sinks_of
 from kvtier.attention import _decode, reference
 from kvtier.attention._decode_loops import PIECE, TILE
 from kvtier.attention.reference import PagedBatch, attend, write_kv
-from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
 
 ENDS = [1, 3, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 720, 2 * PIECE + TILE + 5]

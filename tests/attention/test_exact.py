@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.test_reference import FLOAT8, MIXED, Case, sinks_of
 from kvtier.attention import _decode, exact
 from kvtier.attention._exact_loops import SPLIT, TILE
-from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
 
 ENDS = [1, 3, TILE - 1, TILE, TILE + 1, SPLIT - 1, SPLIT, SPLIT + 1, 720, 2 * SPLIT + TILE + 5]

@@ -15,7 +15,7 @@ from attention.flashinfer_standin import Gpu
 from attention.flashinfer_steps import CHUNK, FULL, KINDS, SCALE, WINDOW, attend, check_step, group_of
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier.attention.paged import paged_from_table
-from kvtier.geometry.spec import Attention
+from kvtier.geometry.kinds import Attention
 
 need_flashinfer()
 pytestmark = pytest.mark.usefixtures("one_thread")

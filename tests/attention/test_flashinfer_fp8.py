@@ -15,8 +15,8 @@ from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import ChunkedLocal, FullAttention, GroupSpec, Step
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.attention.fp8 import layer_scales
+from kvtier.geometry.kinds import Attention
 from kvtier.geometry.kv_scales import KVScales
-from kvtier.geometry.spec import Attention
 from kvtier.machine.errors import AttentionUnavailable
 
 need_flashinfer()

@@ -15,7 +15,7 @@ from attention.flashinfer_steps import CHUNK, FULL, SCALE, WINDOW, attend, group
 from attention.served_steps import HEADS, Served
 from kvtier.attention._flashinfer_batch import Batch
 from kvtier.attention.flashinfer import check_views
-from kvtier.geometry.spec import Attention
+from kvtier.geometry.kinds import Attention
 from kvtier.machine.errors import AttentionUnavailable, ConfigError, InvariantBroken, StepError
 
 need_flashinfer()

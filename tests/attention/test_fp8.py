@@ -11,7 +11,8 @@ from torch import Tensor
 from attention.test_reference import KINDS, MIXED, Case
 from kvtier.attention.fp8 import fold_output, fold_query, layer_scales, quantize, widen
 from kvtier.attention.reference import attend, write_kv
-from kvtier.geometry.spec import CacheSpec, FullAttention, GroupSpec
+from kvtier.geometry.kinds import FullAttention
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import StepError
 
 E4M3 = torch.float8_e4m3fn

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from kvtier.attention import _decode, _parts, _plan
 from kvtier.attention._plan import Bands, Geometry, Singles, Span
 from kvtier.attention.reference import PagedBatch, attend, write_kv
-from kvtier.geometry.spec import Attention, ChunkedLocal, FullAttention, GroupSpec, SlidingWindow
+from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import StepError
 
 NAN = float("nan")

@@ -12,8 +12,8 @@ from hypothesis import assume, given, strategies as st
 from core.driving import prompt, sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
 from kvtier.geometry import capacity
+from kvtier.geometry.kinds import Attention
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import Attention
 
 BT = 4
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from core.driving import sees, visible_blocks
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, Part, RecurrentState, SlidingWindow
 from kvtier.coordinator.needs import peak_blocks
-from kvtier.geometry.spec import ALIGN_BYTES, Attention, Kind
+from kvtier.geometry.kinds import ALIGN_BYTES, Attention, Kind
 from kvtier.gpu_pool.row_state import first_position, geometry_of
 
 FULL = FullAttention()

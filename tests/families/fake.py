@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtier.geometry.spec import CacheSpec, GroupSpec, RecurrentState
+from kvtier.geometry.kinds import RecurrentState
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.gpu_pool.exports import States
 
 NULL = 0

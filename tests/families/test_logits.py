@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvtier.attention import reference
-from kvtier.geometry.spec import FullAttention, GroupSpec
+from kvtier.geometry.kinds import FullAttention
+from kvtier.geometry.spec import GroupSpec
 from runner.model.hybrid import HybridModel
 
 from . import zoo

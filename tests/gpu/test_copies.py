@@ -21,8 +21,8 @@ from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
+from kvtier.geometry.dtypes import DTYPE_BYTES
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.spec import DTYPE_BYTES
 from kvtier.pools.arena import Arena
 
 STORE, LOAD = Direction.STORE, Direction.LOAD

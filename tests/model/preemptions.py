@@ -22,7 +22,7 @@ from kvtier.coordinator.extension import Extension
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.room import Room
 from kvtier.coordinator.tracked import Tracked
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Phase, row_at
 from kvtier.pools import slab_loops
 from kvtier.pools.pool_state import Col, Mark

@@ -16,7 +16,7 @@ from families import zoo
 
 from kvtier import ConfigError, NotExact
 from kvtier.attention import choice
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from runner import LLM, SamplingParams
 from runner.model import identity
 from runner.model.exact import trial

@@ -17,7 +17,7 @@ from families import zoo
 from families.conftest import Family
 from transformers import AutoModelForCausalLM
 
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from runner import LLM, RequestOutput, SamplingParams
 
 from .recorder import Recorder, eager_logits

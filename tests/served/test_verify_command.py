@@ -24,7 +24,7 @@ from kvtier.attention import reference
 from kvtier.cache.warmup import warm_up
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.geometry.keys import KeyChain
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.testing import Faults, SimulatedEngine
 from runner.cli import main
 from runner.model.hybrid import HybridModel

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.kernels.choice import need_triton
-from kvtier.geometry.spec import ALIGN_BYTES
+from kvtier.geometry.kinds import ALIGN_BYTES
 from kvtier.machine.errors import TransferError
 
 GOLDEN = 0x9E3779B97F4A7C15

@@ -26,7 +26,8 @@ from kvtier.cache.events import EventKind, KVEvent
 from kvtier.cache.kv_events import wire
 from kvtier.cache.kv_events.stored import Needs, RemoteRule, runs_of
 from kvtier.cache.kv_events.texts import Ordered, Run, Texts
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.remote.objects import Name, ObjectPlan
 
 NOWHERE, DEVICE, HOST, STORE = 0, 1, 2, 3

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from kvtier.geometry.spec import CacheSpec, Kind
+from kvtier.geometry.kinds import Kind
+from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 

@@ -21,7 +21,7 @@ from kvtier.cache.facade import KVCache
 from kvtier.cache.kv_events.config import KVEventsConfig
 from kvtier.cache.kv_events.stored import RemoteNews
 from kvtier.coordinator.request import FinishedRequest, Request
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.machine.errors import ConfigError
 from kvtier.remote.known import MOST_KNOWN, Changes
 

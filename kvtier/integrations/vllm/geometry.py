@@ -119,7 +119,7 @@ def _layer_specs(group: Any) -> dict[str, Any]:
 
 def _attention(layer: str, spec: Any) -> Any:
     """The attention kind of a layer's spec. Raises ``UnsupportedModel``."""
-    from kvtier.geometry.spec import ChunkedLocal, FullAttention, SlidingWindow
+    from kvtier.geometry.kinds import ChunkedLocal, FullAttention, SlidingWindow
 
     name = type(spec).__name__
     makes: dict[str, Callable[[], Any]] = {

@@ -16,7 +16,7 @@ import numpy as np
 from kvtier import CacheStats
 from kvtier.coordinator.tracked import State, Tracked, Wait
 from kvtier.cpu_offload.transfer import Direction, TransferState
-from kvtier.geometry.spec import Kind
+from kvtier.geometry.kinds import Kind
 from kvtier.machine.stats import PoolStats, RemoteStats
 from runner.server.page.finished import Finished
 from runner.server.page.names import Names

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.coordinator.keeping import Course, Keeping
-from kvtier.geometry.spec import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind
 from kvtier.testing import canary_spec
 
 GROUPS = {

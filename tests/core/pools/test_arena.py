@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, SlidingWindow
-from kvtier.geometry.spec import DTYPE_BYTES
+from kvtier.geometry.dtypes import DTYPE_BYTES
 
 GROUP = st.builds(
     GroupSpec,

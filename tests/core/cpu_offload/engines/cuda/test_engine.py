@@ -20,7 +20,7 @@ from kvtier import (
 )
 from kvtier.cpu_offload.engines.cuda.descriptors import Copies
 from kvtier.cpu_offload.engines.cuda.driver import CudaError, copy_each
-from kvtier.geometry.spec import DTYPE_BYTES
+from kvtier.geometry.dtypes import DTYPE_BYTES
 
 KINDS = {"full": FullAttention(), "window": SlidingWindow(8), "chunk": ChunkedLocal(8)}
 
