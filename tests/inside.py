@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvtier.pools.arena import Arena
     from kvtier.pools.block_pool import BlockPools
     from kvtier.remote.tier import RemoteTier
-    from kvtier.testing import Faults, SimulatedEngine
+    from kvtier.testing import Faults
 
     Whole = KVCache | Scheduler | CacheManager | Running
 
@@ -473,22 +473,6 @@ def compute_seconds(tier: HostTier) -> Callable[[int, int], float | None]:
     seeker = tier._parts.door._seeker
     assert seeker is not None
     return seeker.compute_s
-
-
-def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
-    """On the clocks of copies."""
-    for engine in engines:
-        engine._now += ticks
-
-
-def copy_engine(tier: HostTier) -> Any:
-    """The copy engine of fragments."""
-    return tier._bytes.engine.engine
-
-
-def host_bytes(tier: HostTier) -> np.ndarray:
-    """The host memory, uint8 [bytes]."""
-    return tier._bytes.engine.memory.arenas[1].bytes
 
 
 def tier_connector(tier: HostTier) -> Connector:

@@ -12,6 +12,7 @@ from kvtier import KVCache
 if TYPE_CHECKING:
     import pytest
 
+    from kvtier import HostTier
     from kvtier.cpu_offload.engines.cuda.driver import CudaApi
     from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory
     from kvtier.cpu_offload.engines.cuda.link import CudaLink
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvtier.pools.block_pool import Ids
     from kvtier.remote.known import Changes, Known
     from kvtier.remote.tier import RemoteTier
-    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice
+    from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, SimulatedEngine
 
 
 # --- a remote tier -----------------------------------------------------------------
@@ -201,3 +202,19 @@ def touch(device: SimulatedDevice, stream: Any, groups: Ids, blocks: Ids, writes
 def put_late(device: SimulatedDevice, direction: Direction, job: Callable[[], None]) -> None:
     """The stream of a direction gets ``job`` with its lag."""
     device._late.put(direction, job)
+
+
+def pass_time(engines: list[SimulatedEngine], ticks: float) -> None:
+    """On the clocks of copies."""
+    for engine in engines:
+        engine._now += ticks
+
+
+def copy_engine(tier: HostTier) -> Any:
+    """The copy engine of fragments."""
+    return tier._bytes.engine.engine
+
+
+def host_bytes(tier: HostTier) -> np.ndarray:
+    """The host memory, uint8 [bytes]."""
+    return tier._bytes.engine.memory.arenas[1].bytes

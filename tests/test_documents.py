@@ -195,3 +195,9 @@ def test_the_checklist_of_an_attention_kind_names_every_file_that_tells_kinds_ap
     listed = set(re.findall(r"`((?:kvtier|runner)/[\w/]+\.py)`", section))
     assert files - listed == set(), "name these files in the checklist of CONTRIBUTING.md"
     assert [name for name in listed if not (ROOT / name).exists()] == []
+
+
+def test_no_test_file_is_longer_than_contributing_allows() -> None:
+    assert "500 lines at most" in CONTRIBUTING.read_text(encoding="utf-8")
+    lines = {path: path.read_bytes().count(b"\n") for path in (ROOT / "tests").rglob("*.py")}
+    assert {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > 500} == {}

@@ -1,9 +1,9 @@
 """Compiled loops of the exact attention: of each query alone, and of the sums between products.
 
 Owns       the arithmetic of softmax over a split of the text, float32: soft cap, weights, their sum, merges, sinks.
-Promises   a query's bits depend on itself, its keys and its position: not on the rows beside it, nor on where a step,
-           a hit or a chunk begins. Scores and mixed values are chains of fused multiply-adds, in the order of
-           dimensions and of tokens: a hidden token adds nothing to a chain, so one that is left out changes no bit.
+Promises   a query's bits depend on itself, its keys and its position. They do not depend on the rows beside it, nor on
+           where a step, a hit or a chunk begins. Scores and mixed values are chains of fused multiply-adds, in the
+           order of dimensions and of tokens. A hidden token adds nothing to a chain: left out, it changes no bit.
 Does not   import torch, or know requests.
 
 The text is cut into splits of ``SPLIT`` tokens, from token 0 on. The part of a split that a query sees is a piece. A

@@ -10,9 +10,8 @@ Does not   know steps, pools or layers.
 run would change the first plan's bytes under way. So a wrapper is planned again only after the event recorded behind
 its last plan. Eager steps take turns on ``ring`` wrappers, so that the event is long past at its wait.
 
-The pinned buffer must not be free before either. torch knows nothing of a copy that FlashInfer's own code has queued,
-and would give the memory to the next allocation. So a wrapper waits for the copy of its last plan when it dies, for
-whatever reason.
+The pinned buffer must not be free before either. torch knows nothing of a copy that FlashInfer's own code has queued:
+it would give the memory to the next allocation. So a wrapper that dies waits for the copy of its last plan.
 
 Attention sinks need a kernel of their own: ``run(sinks=...)`` is silently ignored by FlashInfer's Hopper kernels. Its
 BatchAttentionWithAttentionSinkWrapper is a prefill wrapper with a variant compiled in. The variant's name lacks the

@@ -177,7 +177,7 @@ def attend(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """As ``reference.attend``."""
+    """Attends as ``reference.attend`` does."""
     if query.shape[0] != batch.query_start[-1]:
         raise StepError(f"got {len(query)} tokens for a step of {batch.query_start[-1]}")
     q = fold_query(query.float(), k_scale) * (scale if softcap is None else scale / softcap)

@@ -58,7 +58,7 @@ def fold_output(out: Tensor, v_scale: Tensor | None) -> Tensor:
 
 
 def _times_head(x: Tensor, scale: Tensor | None) -> Tensor:
-    """In float32, rounded once, without a float32 copy of x. Query head h reads KV head h // (Hq / Hkv)."""
+    """A product in float32, rounded once, without a float32 copy of x. Query head h reads KV head h // (Hq / Hkv)."""
     if scale is None:
         return x
     heads, kv_heads = x.shape[1], len(scale)

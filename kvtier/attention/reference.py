@@ -1,8 +1,8 @@
 """Paged attention in plain torch, on any device.
 
 Owns       reading K and V through block tables, and writing them through slot mappings.
-Promises   unseen content never reaches the output, be it NaN: the null block, stale tails, tokens before a window.
-           float32 arithmetic, whatever the pools store; 90k tokens of context need no [queries, keys] matrix.
+Promises   unseen content never reaches the output, be it NaN: the null block, stale tails, tokens before a window. The
+           arithmetic is float32, whatever the pools store. 90k tokens of context need no [queries, keys] matrix.
 Does not   decide where blocks lie, or know requests.
 
 ``_plan`` cuts a step into work, ``_parts`` computes it; here it meets the pools.

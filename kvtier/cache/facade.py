@@ -61,7 +61,7 @@ class KVCache:
                           engine; default: the engine that suits the device.
     ``remote_uri``         a remote tier, such as "file:///var/kv", "s3://bucket/prefix" or
                           "mooncake://host:port", or a ``Backend``; it needs ``model_id`` and ``key_secret``. Caches
-                          with the same two, the same groups and the same store share their blocks.
+                          with the same two, groups and remote tier share their blocks.
     ``journal_events``    how many of the newest events ``journal`` keeps, for ``explain``; about 500 bytes each.
 
     Raises ``ConfigError`` and ``MemoryUnavailable``.

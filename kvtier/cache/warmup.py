@@ -51,7 +51,7 @@ class WarmUp:
         return not self.problem
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The same as plain values, for JSON."""
         return asdict(self) | {"kept": self.kept}
 
 
@@ -156,7 +156,7 @@ def _attention() -> None:
 
 
 def _exact_attention(sizes: Any, table: Any, none: Any) -> None:
-    """The same by the loops of the exact attention."""
+    """Runs the loops of the exact attention once."""
     from kvtier.attention import _exact_loops as loops
     from kvtier.machine.loops.chains import HEADS, KEYS
 

@@ -160,7 +160,7 @@ class Admission:
         return unplaced
 
     def _phases(self) -> npt.NDArray[np.int64]:
-        """Of the running requests, in service order."""
+        """The phases of the running requests, in service order."""
         phases: npt.NDArray[np.int64] = self._coordinator.tables.arrays.phase[self._roster.rows()]
         return phases
 

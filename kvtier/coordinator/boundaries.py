@@ -12,8 +12,8 @@ ends its prompts otherwise than its history, finds the prompt's. So it is learne
     PASSED   anywhere else: windows came by, and let go of what a hit there needs
 
 A hit credits its end's class. So does what would have been a hit: full attention alone has it, or all of it has gone.
-Credits of stems and of what is passed fade with each request. Credits of ends fade with each text that goes on from
-another one, and with each text that nobody comes back to: both are a chance that an end has had.
+Credits of stems and of what is passed fade with each request. Credits of ends fade with each chance that an end has
+had: a text that goes on from another one, or a text that nobody comes back to.
 
 One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
 that begin with the same unit, as with one system prompt. Until it has credits enough, other apps' tell what pays.
@@ -84,7 +84,7 @@ _OF_BEGINNINGS = End.STEM, End.PASSED
 
 
 class Boundaries:
-    """Of one cache. Boundaries go by the bytes of their keys."""
+    """The ends of one cache's texts, and whether their kinds pay. Boundaries go by the bytes of their keys."""
 
     def __init__(self) -> None:
         self._wanted: OrderedDict[bytes, bool] = OrderedDict()  # whether by more than one
@@ -171,7 +171,7 @@ class Boundaries:
         return End.STEM if found[0] in self._wanted else None
 
     def stats(self) -> dict[str, EndStats]:
-        """Of each class; from any thread."""
+        """Each class's counts; from any thread."""
         return {end.name.lower(): EndStats(self._hits[end], self._missed[end], self.pays(end)) for end in End}
 
     def pays(self, end: End, app: bytes | None = None) -> bool:
@@ -181,7 +181,7 @@ class Boundaries:
         return self._judge(None if app is None else self._apps.get(app))[end]
 
     def _judge(self, own: list[float] | None) -> list[bool]:
-        """Of each class, whether it pays where these are an app's own credits."""
+        """Judges each class: whether it pays where these are an app's own credits."""
         credits = self._credits
         if own is not None:
             weight = PRIOR * PRIOR / (PRIOR + sum(own)) / (sum(credits) or 1.0)

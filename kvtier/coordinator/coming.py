@@ -26,7 +26,7 @@ MOST_REQUESTS = 8
 
 
 class Coming:
-    """Of one scheduler. ``pools`` are those of the device and, if there is one, of the host tier."""
+    """The waiting requests of one scheduler. ``pools`` are the device's and, if there is a host tier, its own."""
 
     def __init__(self, coordinator: Coordinator, roster: Roster, pools: list[BlockPools]) -> None:
         self._coordinator = coordinator

@@ -75,7 +75,7 @@ def core_of(cache: HasCore) -> Core:
 
 
 class Core:
-    """Of one cache."""
+    """What a driver and the views share of one cache."""
 
     def __init__(
         self,

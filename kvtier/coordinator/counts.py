@@ -33,7 +33,7 @@ class PrefixTokens(NamedTuple):
 
 
 class RequestCounts:
-    """Of one cache with groups of these ``names``."""
+    """The counters of one cache with groups of these ``names``."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.shortages = {who: dict.fromkeys(names, 0) for who in ("admission", "running")}

@@ -41,7 +41,7 @@ class _Shared:
 
 
 class EvictionWatch:
-    """Of the device tier, whose rows are ``tables``, and of ``host``, None if there is no host tier."""
+    """Watches the device tier, whose rows are ``tables``, and of ``host``, None if there is no host tier."""
 
     def __init__(self, journal: Journal, tables: BlockTables, host: BlockPools | None) -> None:
         self._journal = journal

@@ -64,7 +64,10 @@ class Course:
 
 
 class Keeping:
-    """Of one cache with these groups. ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept."""
+    """Decides for a cache with these groups.
+
+    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept.
+    """
 
     def __init__(
         self, groups: Sequence[KeptGroup], hit_tokens: int, hash_tokens: int, whole: float = 0.0, passes: bool = False

@@ -14,7 +14,7 @@ from kvtier.coordinator.tracked import Tracked
 
 
 class Reports:
-    """Of one scheduler; its counters go on from the previous scheduler's."""
+    """The figures of one scheduler; its counters go on from the previous scheduler's."""
 
     def __init__(self, tiers: Sequence[str] = ("device", "host")) -> None:
         """``tiers``: where cached tokens may come from."""

@@ -162,7 +162,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
-    """Of a mapping, the values would be lost."""
+    """A tuple of the values; a mapping is refused, since its values would be lost."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidRequest(f"{where}: {what} must be a sequence, got {shown(values)}")
     return tuple(values)

@@ -48,8 +48,8 @@ GAIN = 2.0
 """So many times as much must keeping some find, by the estimate, as keeping what was used last. The estimate knows
 nothing of what is lost while others take the place of what was kept."""
 UNUSED = 1.0
-"""So many times the cache's size of other texts have been used since: a text that nobody has come back to would have
-gone by now, if all of them stayed."""
+"""After so many times the cache's size of other texts, a text counts as one that nobody comes back to. It would have
+gone by then, if all texts stayed."""
 LOTTERY = 16
 """While only some are kept, one in so many of the others takes the place of one of them: what is kept stays current."""
 
@@ -73,16 +73,16 @@ class TextBytes:
         self._window = np.array([max(1, span - 1) if kind in ends else NEVER for kind, span in kinds])
 
     def of(self, num_tokens: int) -> Bytes:
-        """Of a text, with the windows and chunks at its end."""
+        """The bytes of a text, with the windows and chunks at its end."""
         of: Bytes = self._of_token * np.minimum(np.maximum(1, num_tokens % self._chunk), self._window)
         return of
 
     def alone(self, num_tokens: int, shared: int) -> float:
-        """Of a text that shares its first tokens with other conversations."""
+        """The bytes of a text that shares its first tokens with other conversations."""
         return float((self.of(num_tokens) - self._of_token * self._is_full * shared).sum())
 
     def room(self, pools: BlockPools, each: Bytes, held: Any = 0) -> float:
-        """For texts of which ``each`` group has such a part, beside the blocks that are ``held``, by group."""
+        """Bytes for texts of which ``each`` group has such a part, beside the blocks that are ``held``, by group."""
         if pools.shared:
             slab = (pools.column(Col.PER_SLAB) * self._of_block).max()
             return float(len(pools.arrays.slabs) * slab - np.sum(held * self._of_block))
@@ -113,7 +113,7 @@ NOTHING = Before()
 
 
 class Returns:
-    """Of one cache. Its hits are whole *units* of ``hit_tokens``; a unit has a key for each ``hash_tokens``."""
+    """The texts that a cache has seen. Hits are whole *units* of ``hit_tokens``; each ``hash_tokens`` has a key."""
 
     def __init__(self, sizes: TextBytes, hit_tokens: int, hash_tokens: int, whole: float = 0.0) -> None:
         """``whole``: bytes for texts if nothing runs; the greatest capacity so far, if that is more."""

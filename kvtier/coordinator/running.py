@@ -43,7 +43,7 @@ def _at_most(value: object, name: str) -> int:
 
 
 class Running:
-    """Of one driver: ``max_running`` rows, steps of ``max_batched_tokens`` tokens at most."""
+    """The requests that one driver runs: ``max_running`` rows, steps of ``max_batched_tokens`` tokens at most."""
 
     def __init__(self, core: Core, max_batched_tokens: int, max_running: int) -> None:
         """Raises ``MemoryUnavailable``."""

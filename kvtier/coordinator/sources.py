@@ -37,7 +37,7 @@ def split(match: Match) -> tuple[tuple[Ids, Ids], Loads]:
 
 
 class Sources:
-    """Of hits in a cache with these groups."""
+    """Tells the tiers of hits in a cache with these groups."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self._spec = spec

@@ -58,7 +58,7 @@ class GroupView:
         return self._step.slots()[self._g]
 
     def states(self) -> States:
-        """Of a group of states: what each entry goes on from, and where its states go (``States``).
+        """What each entry of a group of states goes on from, and where its states go (``States``).
 
         Raises ``StepError`` for other groups.
         """

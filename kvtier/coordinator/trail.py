@@ -48,7 +48,7 @@ class Mark(NamedTuple):
 
 
 class Trail:
-    """Of one cache with these groups."""
+    """The marks of one cache with these groups."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self._unit, self._links = spec.hit_tokens, spec.hit_tokens // spec.hash_tokens

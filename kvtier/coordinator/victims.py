@@ -38,7 +38,7 @@ def _keep(p: Any, t: Any, device: Any, counts: Any, by: Any) -> None:
 
 @inlined
 def _leave(p: Any, t: Any, r: Any, among: Any, held: Any) -> None:
-    """As if row r had left: held[G] is without the blocks that this frees, and among[r] without r."""
+    """Counts as if row r had left: held[G] is without the blocks that this frees, and among[r] without r."""
     among[r] = 0
     for g in range(len(held)):
         _, free = drop(p, t, g, r)

@@ -39,7 +39,7 @@ LONGEST_WAIT_S = 1e6
 
 
 class Connector:
-    """Between a device and, if there is a host tier, the host pools. All calls come from one thread.
+    """Copies between a device and, if there is a host tier, the host pools. All calls come from one thread.
 
     ``pools``: the device's; None: an engine owns its blocks and their content.
     """

@@ -22,7 +22,7 @@ QUIET_S = 1.0
 
 
 class CopyNews:
-    """Of one connector with groups of these ``names``."""
+    """Tells of the failures of one connector with groups of these ``names``."""
 
     def __init__(self, journal: Journal, names: Sequence[str]) -> None:
         self._journal = journal

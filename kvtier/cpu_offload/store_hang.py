@@ -22,7 +22,7 @@ SHORTEST_PAUSE_S = 1.0
 
 
 class StoreHang:
-    """Between a device and the host pools, if there are any. Tickets grow with time, the copy engine's."""
+    """Watches the stores from a device to the host pools, if there are any. Tickets grow with the engine's time."""
 
     def __init__(self, device: DeviceSide, host: BlockPools | None, deadline_s: float) -> None:
         self._device = device

@@ -23,7 +23,7 @@ Counts = npt.NDArray[np.int64]
 
 
 class StorePolicy:
-    """Between a device and, if there is a host tier, the host pools. ``groups`` and ``blocks`` are int32 [n]."""
+    """Plans stores from a device to the host pools, if there are any. ``groups`` and ``blocks`` are int32 [n]."""
 
     def __init__(self, connector: Connector, device: DeviceSide, host: BlockPools | None) -> None:
         self._connector = connector

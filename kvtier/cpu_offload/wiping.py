@@ -19,7 +19,7 @@ logger = logging.getLogger("kvtier.transfers")
 
 
 class Wiper:
-    """Between ``engine`` and whoever takes note of the ends of its copies."""
+    """Stands between ``engine`` and whoever takes note of the ends of its copies."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine

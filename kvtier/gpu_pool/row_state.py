@@ -64,7 +64,7 @@ _OFFSET, _WIDTH = int(Geo.OFFSET), int(Geo.WIDTH)
 
 
 def geometry_of(groups: Sequence[Any], hash_tokens: int) -> Int64s:
-    """For groups with an attention and block_tokens, int64 [G, len(Geo)]; OFFSET and WIDTH are 0."""
+    """The ``geometry`` of groups with an attention and block_tokens, int64 [G, len(Geo)]; OFFSET and WIDTH are 0."""
     geometry = np.zeros((len(groups), len(Geo)), np.int64)
     for g, group in enumerate(groups):
         units = group.block_tokens // hash_tokens

@@ -201,7 +201,7 @@ class HostBooks:
     def reset(self) -> None:
         """Forgets all content, for instance because the weights have changed; loads under way fail.
 
-        Open texts find and store nothing any more: their content is of the time before. A store behind the tier is left
+        Open texts find and store nothing any more: their content is of the time before. The remote tier is left
         alone from then on: its content has the same names as before.
         """
         self._parts.check_open()

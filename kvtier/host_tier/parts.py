@@ -48,7 +48,7 @@ class HostHit:
     is_pending: bool = False
     """A store is still writing some of it: ask again later, or do without."""
     is_sought: bool = False
-    """The store behind the tier is asked for the text, or brings it: ask again later, or match without it."""
+    """The remote tier is asked for the text, or brings it: ask again later, or match without it."""
     from_remote: int = 0
     """The hit's last tokens, which the tier did not have when the text asked the remote."""
 

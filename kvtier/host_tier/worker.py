@@ -86,7 +86,7 @@ class HostTierWorker:
         self._backend: RemoteWorker | None = None
 
     def use_remote(self, uri: str | Backend, key_secret: bytes, rank: int = 0) -> None:
-        """The store that the books use; ``rank``: this worker's number, from 0 on. Once. Raises ``ConfigError``."""
+        """Opens the books' remote tier, once. ``rank``: this worker's number, from 0 on. Raises ``ConfigError``."""
         self._bytes.check_here()
         if self._backend is not None:
             raise ConfigError("this worker has a remote already")

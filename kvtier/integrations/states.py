@@ -27,7 +27,7 @@ _CONFIGS: dict[str, Any] = {}
 
 
 def parts_of(text: Any, dtype: Any) -> dict[int, tuple[Part, ...]]:
-    """By layer that has a state, its parts, for weights of ``dtype``. Raises ``UnsupportedModel``."""
+    """The parts of each layer that has a state, for weights of ``dtype``. Raises ``UnsupportedModel``."""
     if not callable(getattr(text, "to_json_string", None)):
         raise UnsupportedModel(
             f"{text.model_type}: what its recurrent layers keep is asked of transformers, which has no such model"

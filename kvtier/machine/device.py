@@ -13,7 +13,7 @@ _EXTRAS = {"12": "kvtier[gpu-cuda12]", "13": "kvtier[gpu-cuda13]"}
 
 
 def device_name(device: object) -> str:
-    """As text: the name of a ``torch.device``; other objects are shown."""
+    """The name of a ``torch.device`` as text; other objects are shown."""
     return str(device) if isinstance(device, str) or type(device).__module__ == "torch" else shown(device)
 
 

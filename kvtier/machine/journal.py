@@ -203,7 +203,7 @@ class Journal:
         self._count = number + 1
 
     def tell(self, request_id: str, make: Callable[..., Fact], *facts: Any) -> None:
-        """As ``add`` of ``make(*facts)``, if the journal is on."""
+        """Adds ``make(*facts)``, if the journal is on."""
         if self.is_on:
             self.add(request_id, make(*facts))
 

@@ -188,7 +188,7 @@ class CacheStats:
     """Tokens of one full-attention context that fit the device (of a local group's, if there is no full group)."""
     host_capacity_tokens: int
     prompt_tokens: Mapping[str, int]
-    """Counter: prompt tokens of finished requests by source: "device", "host", "computed"; "store" if there is one."""
+    """Counter: prompt tokens of finished requests by source: "device", "host", "computed"; and "remote"."""
     requests: Mapping[str, int]
     """"waiting" and "running" now; "finished" and "preemptions" so far."""
     waiting: Mapping[str, int]

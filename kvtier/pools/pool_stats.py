@@ -26,13 +26,13 @@ class Sized(Protocol):
 
 
 def pool_stats(pools: BlockPools, groups: Sequence[Sized]) -> dict[str, PoolStats]:
-    """By name of the group; from any thread."""
+    """The statistics of each group, by its name; from any thread."""
     meta = pools.arrays.meta
     return {group.name: _of_group(pools, meta[g].tolist(), group) for g, group in enumerate(groups)}
 
 
 def _of_group(pools: BlockPools, meta: list[int], group: Sized) -> PoolStats:
-    """From one group's row of ``meta``.
+    """The statistics of one group, from its row of ``meta``.
 
     Another thread may be changing it: each number may be of another moment, but their sum never exceeds the pool.
     """

@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 class Way(Enum):
-    """Spill: host to store. Fetch: store to host."""
+    """Spill: host to remote. Fetch: remote to host."""
 
     SPILL = "spill"
     FETCH = "fetch"

@@ -257,7 +257,7 @@ class ObjectPlan:
 
 
 def _by_kind(groups: _Groups) -> tuple[_Groups, _Groups]:
-    """Those that attend to everything, and the others."""
+    """The groups that attend to everything, and the others."""
     full = [(g, of) for g, of in groups if of.attention.kind is Kind.FULL]
     return full, [(g, of) for g, of in groups if of.attention.kind is not Kind.FULL]
 

@@ -1,7 +1,7 @@
 """What goes between a host tier and the remote tier, as plain data: other processes may carry it out.
 
 Promises   receipts of several workers add up: the worst outcome of an object counts.
-Does not   know stores: ``kvtier.remote.relay`` makes parcels, and calls of a store of them.
+Does not   know backends: ``kvtier.remote.relay`` makes parcels, and calls of a backend of them.
 """
 
 from __future__ import annotations

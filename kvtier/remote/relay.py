@@ -25,13 +25,13 @@ from kvtier.remote.wire import Wire, get_parcel, put_parcel
 
 _OUTCOMES = (Outcome.OK, Outcome.MISS, Outcome.REFUSED, Outcome.FAILED)
 DRAIN_S = 3.0
-"""Time that what was handed to a worker's store has to get there when the worker ends."""
+"""Time that what was handed to a worker's backend has to get there when the worker ends."""
 END_S = 2.0
 """Then its threads have so long to end."""
 
 
 class RelayedBackend:
-    """The scheduling process's backend. ``store``: its own, for looks and deletes. ``now``: the tier's clock."""
+    """The scheduling process's backend. ``backend``: its own, for looks and deletes. ``now``: the tier's clock."""
 
     def __init__(self, backend: Backend, now: Callable[[], float]) -> None:
         self.kind = backend.kind

@@ -1,4 +1,4 @@
-"""Bytes that are copied to where they belong and summed up in one pass, for stores that read by way of other memory.
+"""Bytes that are copied to where they belong and summed up in one pass, for backends that read by way of other memory.
 
 Promises   the sum is that of ``envelope.checksum_of`` over all words in a row.
 """

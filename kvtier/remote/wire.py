@@ -80,10 +80,10 @@ class Carrier(Protocol):
 
 
 class Wire:
-    """Between one host tier and stores of one namespace."""
+    """Stands between one host tier and backends, with one namespace."""
 
     def __init__(self, tier: HostSide, namespace: bytes, secret: bytes | None) -> None:
-        """``secret``: keys a digest in each trailer, for stores that others can write to."""
+        """``secret``: keys a digest in each trailer, for remote tiers that others can write to."""
         _, host = tier.arenas
         self._tier = tier
         self._memory = host.bytes.data

@@ -52,8 +52,8 @@ class LLM(Service):
     ``cache_options``     further keyword arguments of ``KVCache``: store, verify, on_load_error, deadline_s, model_id,
                           key_secret, copy_engine, journal_events, remote_uri. journal_events (32,768) is the number of
                           events that ``explain`` is told from; 0 turns it off. remote_uri ("file:///var/kv",
-                          "s3://bucket/prefix", "mooncake://host:port") is a store that outlives the process and that
-                          engines share. It needs a host tier and key_secret; model_id is made of the weights unless
+                          "s3://bucket/prefix", "mooncake://host:port") is a remote tier, which outlives the process.
+                          Engines share it. It needs a host tier and key_secret; model_id is made of the weights unless
                           given.
 
     Options of vLLM are taken with the value that is true here (``tensor_parallel_size=1``,

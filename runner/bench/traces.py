@@ -178,7 +178,7 @@ def _open(path: Path) -> TextIO:
 
 
 def format_of(path: Path) -> TraceFormat | None:
-    """As its first line says; None for a line of none of the formats. Raises ``ConfigError`` if it cannot be read."""
+    """The format by its first line; None for a line of no known format. Raises ``ConfigError`` if it cannot be read."""
     if path.is_dir():
         return TraceFormat.SESSIONS
     first = first_line(path)

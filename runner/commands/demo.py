@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         nargs="?",
         const="",
         help="show instead what a remote tier does: an engine is killed and started again, another one "
-        "shares its blocks, and one prefills what the other decodes; by default the store is a new folder",
+        "shares its blocks, and one prefills what the other decodes; by default the remote tier is a new folder",
     )
     demo.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
     demo.set_defaults(run=run)

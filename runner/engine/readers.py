@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 
 class Letters:
-    """Those of one step."""
+    """The letters of one step."""
 
     def __init__(self) -> None:
         self._now_s = time.perf_counter()
@@ -58,7 +58,7 @@ class Letters:
 
 
 class Readers:
-    """Of an engine with ``num_rows`` rows."""
+    """Who reads each of the ``num_rows`` rows of an engine."""
 
     def __init__(self, num_rows: int) -> None:
         self._nobody = _Nobody()

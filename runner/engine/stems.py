@@ -29,7 +29,7 @@ ROLES = "system", "developer"
 
 
 class Stems:
-    """Of one tokenizer's chat template. From any thread."""
+    """Finds where chats of one template begin alike. From any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

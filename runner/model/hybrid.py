@@ -118,9 +118,9 @@ class HybridModel:
         forwards. ``exact``: no bit of K, V or logits depends on hits, chunks or neighbours; on a CPU, by an attention
         and products of its own. A trial computes 591 tokens in three ways, fewer for large models.
 
-        Raises ``ModelLoadError`` for files that cannot be read. Three errors come before any weight is read, if the
-        config tells: ``UnsupportedModel`` for families that the cache cannot serve, ``AttentionUnavailable`` if
-        "flashinfer" cannot run, ``NotExact`` if ``exact`` cannot be kept. The trial may raise the last of them, too.
+        Raises ``ModelLoadError`` for files that cannot be read, ``UnsupportedModel`` for families that the cache
+        cannot serve, ``AttentionUnavailable`` if "flashinfer" cannot run, and ``NotExact`` if ``exact`` cannot be kept.
+        If the config tells, the last three come before any weight is read. The trial may raise ``NotExact``, too.
         ``MemoryUnavailable`` means that the device has no room for the weights.
         """
         from runner.model.exact.trial import make_exact

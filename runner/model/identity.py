@@ -1,4 +1,4 @@
-"""A model's identity for caches that share a store: a name with a digest of the weights and of how they are computed.
+"""A model's identity in a shared remote tier: a name with a digest of the weights and of how they are computed.
 
 Promises   equal identities have equal weights and an equal config, byte by byte, but for a chance of 2^-64. They also
            have the same dtype, attention backend and kind of device: with others K and V differ in rounding. Every byte

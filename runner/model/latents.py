@@ -47,7 +47,7 @@ class Absorbed:
 
 @torch.no_grad()
 def take_latents(model: torch.nn.Module, name: str) -> dict[int, Absorbed]:
-    """By layer index, the expansion of each MLA layer, whose ``expand_kv`` is ours from now on; none for other models.
+    """The expansion of each MLA layer, by layer index, whose ``expand_kv`` is ours from now on; none for other models.
 
     ``name``: the attention implementation in which it hands on what it gets; in others it is the family's. Raises
     ``UnsupportedModel``.

@@ -2,7 +2,7 @@
 
 Owns       the wrappers around the mixers of a loaded model, and the cache that a mixer is given.
 Promises   a piece of a prompt goes on from the state after the token before it, and leaves states where the step wants
-           them: the mixer is called once for each segment, and once for all entries of one token. What a step goes on
+           them. The mixer is called once for each segment, and once for all entries of one token. What a step goes on
            from is copied first, so a block that others find is never written.
 Does not   change the family's own forward: without a step, a mixer is as it was.
 """
@@ -65,7 +65,7 @@ class Mixers:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Mixers:
-        """Those of ``model``, which has one set of them, however often it is asked for."""
+        """The states of ``model``, which has one set of them, however often it is asked for."""
         mixers: Mixers | None = vars(model).get(_ATTRIBUTE)
         if mixers is None:
             mixers = cls(model)

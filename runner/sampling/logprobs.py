@@ -39,7 +39,7 @@ class Logprobs:
             yield row, TokenLogprobs(self.ids[i], self.logprobs[i], int(self.ranks[i]))
 
     def among(self, places: npt.NDArray[np.int64]) -> Logprobs:
-        """Those of the rows at ``places``, int64 ascending, which are rows 0, 1 ... there."""
+        """The logprobs of the rows at ``places``, int64 ascending, which are rows 0, 1 ... there."""
         rows = np.searchsorted(places, self.rows)
         kept = np.flatnonzero(np.isin(self.rows, places, assume_unique=True))
         return Logprobs(rows[kept], self.ids[kept], self.logprobs[kept], self.ranks[kept])

@@ -41,7 +41,7 @@ Rows = npt.NDArray[np.integer[Any]]
 
 
 class SamplingRows:
-    """Of an engine with ``num_rows`` rows."""
+    """The sampling parameters of an engine with ``num_rows`` rows."""
 
     def __init__(self, num_rows: int) -> None:
         self.records = np.zeros(num_rows, RECORD)

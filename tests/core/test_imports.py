@@ -26,8 +26,7 @@ FLOORS = (  # each room may import the rooms above it, and none of its own line
     ("kvtier.remote",),
     ("kvtier.coordinator",),
     ("kvtier.audit",),
-    ("kvtier.host_tier",),  # the two doors; the events of both are in the second
-    ("kvtier.cache",),
+    ("kvtier.host_tier",),  # a door; the other one is next, and has the events of both
     ("kvtier.cache",),
     ("kvtier",),
     ("kvtier.testing",),

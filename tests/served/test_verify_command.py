@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from breadth import breadth, covering, sample, sized
 from families import zoo
 from families.conftest import Family
 
-from kvtier import DeviceUnavailable, KVCache
+from kvtier import KVCache
 from kvtier.attention import reference
 from kvtier.cache.warmup import warm_up
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -32,7 +31,7 @@ from runner.model.hybrid import HybridModel
 from runner.verify import kit, scenarios
 from runner.verify.cold import Cold
 from runner.verify.compare import Comparing
-from runner.verify.plan import Plan, _lengths
+from runner.verify.plan import Plan
 from runner.verify.report import Report, Result, Status
 from runner.verify.scenarios import SCENARIOS
 from runner.verify.serving import Outcome, Serving
@@ -463,39 +462,6 @@ def test_without_a_host_tier_the_command_says_what_was_not_exercised(
     assert "6 not exercised" in out
 
 
-# --- plans and input ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("unit", [1, 8, 16, 48])
-@pytest.mark.parametrize("tokens", [150, 511, 2048, 90_112])
-def test_prompts_end_within_a_block_of_a_whole_number_of_chunks(unit: int, tokens: int) -> None:
-    lengths, chunk = _lengths(tokens, unit, 3, lambda n: True)
-    assert max(lengths) <= tokens and tokens - max(lengths) < max(8 * unit, tokens // 10)
-    assert chunk % unit == 0 and chunk <= 4096
-    for length in lengths:
-        hit = (length - 1) // unit * unit
-        assert hit % chunk == 0 and hit // chunk >= 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "./nowhere"], "is not there"),
-        (["--tokens", "20"], "too short"),
-        (["--tokens", "2000000"], "fewer"),
-        (["--prompts", "1"], "at least 2"),
-        (["--new-tokens", "1"], "at least 2"),
-        (["--dtype", "int8"], "int8"),
-        (["--device", "tpu"], "tpu"),
-    ],
-)
-def test_input_that_cannot_work_ends_with_status_2_and_the_fix(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_where_nothing_can_be_simulated_the_devices_own_copies_go_wrong(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, name: str
@@ -508,15 +474,3 @@ def test_where_nothing_can_be_simulated_the_devices_own_copies_go_wrong(
     assert report.ok and result.status is Status.EQUAL
     assert result.transfers is not None
     assert min(result.transfers.failed_stores, result.transfers.failed_loads, result.transfers.loaded_blocks) > 0
-
-
-def test_a_gpu_without_cupy_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(HybridModel, "load", lambda *_, **__: pytest.fail("weights were read"))
-    with pytest.raises(DeviceUnavailable, match=r"need CuPy.*or use host_memory=0"):
-        kit.run(device="cuda:0")
-    without_host = [scenario for scenario in SCENARIOS if scenario.host is None]
-    with pytest.raises(pytest.fail.Exception, match="weights were read"):
-        kit.run(device="cuda:0", scenarios=without_host)

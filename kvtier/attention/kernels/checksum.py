@@ -5,7 +5,7 @@ Promises   exactly the values of ``kvtier.cpu_offload.engines._blocks.checksum_b
 Does not   know which blocks should have which checksum.
 
 The checksum of a block is the sum, mod 2**64, over its 8-byte words of mix(word ^ (i + 1) * GOLDEN), i from 0. A GPU
-needs a sum that can be taken in any order and in parts. mix is a bijection, so any change of one word, be it one bit,
+needs a sum that can be taken in any order and in parts. mix is a bijection. So any change of one word, be it one bit,
 always changes the sum.
 """
 

@@ -92,7 +92,7 @@ class Sender:
             self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     def asked(self) -> list[tuple[bytes, int]]:
-        """Those who have asked for batches, each with the number to begin at."""
+        """Who has asked for batches, each with the number to begin at."""
         found: list[tuple[bytes, int]] = []
         while self._asks is not None and len(found) < _MOST_ASKED:
             try:

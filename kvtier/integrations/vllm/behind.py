@@ -126,7 +126,7 @@ class RemoteSide:
 
 
 def gauges_of(stats: RemoteStats | None) -> dict[str, int]:
-    """By the names in ``stats``."""
+    """The gauges, by the names in ``stats``."""
     if stats is None:
         return {}
     return {

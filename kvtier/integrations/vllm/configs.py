@@ -1,4 +1,4 @@
-"""vLLM's config objects as text, for the names of a store's objects.
+"""vLLM's config objects as text, for the names of a remote tier's objects.
 
 Owns       the fields that say nothing of K and V.
 Promises   every other field is in the text: one that a later vLLM adds makes other names, never shared ones. So does
@@ -46,7 +46,7 @@ OF_LOAD = frozenset(
 
 
 def told_of(config: Any) -> dict[str, Any]:
-    """Of a ``VllmConfig``: its configs whose fields K and V may depend on."""
+    """The configs in a ``VllmConfig`` whose fields K and V may depend on."""
     model, load = config.model_config, getattr(config, "load_config", None)
     return {
         "model": fields_of(model, OF_MODEL),
@@ -59,7 +59,7 @@ def told_of(config: Any) -> dict[str, Any]:
 
 
 def hf_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config of transformers, as a dict."""
+    """A config of transformers as a dict."""
     return {name: value for name, value in plain(hf).items() if name not in OF_HF}
 
 
@@ -72,7 +72,7 @@ def fields_of(config: Any, without: frozenset[str] = frozenset()) -> dict[str, A
 
 
 def plain(value: Any) -> Any:
-    """As JSON."""
+    """A value as JSON has it."""
     if isinstance(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if value is None or isinstance(value, (str, int, float, bool)):

@@ -23,7 +23,7 @@ NAMES_A_BLOCK = 4
 
 
 class BlockEvents:
-    """Of ``books``. ``block_tokens``: by group."""
+    """The events of ``books``. ``block_tokens``: by group."""
 
     def __init__(self, books: HostBooks, block_tokens: Sequence[int]) -> None:
         from kvtier.cache.events import HostEvents

@@ -36,7 +36,7 @@ class Table:
         self._ids += blocks
 
     def at(self, at: Int64s) -> Ids:
-        """Of these logical blocks, int64 [n], ascending: int32 [n], -1 if there is no block."""
+        """The ids of these logical blocks, int64 [n], ascending: int32 [n], -1 if there is no block."""
         found = np.full(len(at), -1, np.int32)
         end = int(np.searchsorted(at, len(self._ids)))
         if end:

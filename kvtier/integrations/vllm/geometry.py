@@ -69,7 +69,7 @@ class Geometry:
 
 
 def geometry_of(config: Any) -> Geometry:
-    """Of vLLM's ``KVCacheConfig``. Raises ``UnsupportedModel``."""
+    """How a ``KVCacheConfig`` of vLLM lays out its blocks. Raises ``UnsupportedModel``."""
     from kvtier.geometry.outside import Fragment, OutsideGroup
 
     places, strides = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
@@ -139,7 +139,7 @@ def _attention(layer: str, spec: Any) -> Any:
 
 
 def _word(kind: Any) -> str:
-    """Of an attention kind: "full", "window-1024", "chunk-8192"."""
+    """The word for an attention kind: "full", "window-1024", "chunk-8192"."""
     word: str = kind.kind.name.lower()
     return f"{word}-{kind.span_tokens}" if kind.span_tokens else word
 

@@ -29,11 +29,11 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Of one worker, or of several together."""
+    """The report of one worker, or of several together."""
 
     report: Report
     facts: dict[int, str] = field(default_factory=dict)
-    """What a store's names depend on, by rank (``identity.facts_of``): in the first report of each worker."""
+    """What names in the remote tier depend on, by rank (``identity.facts_of``): in the first report of each worker."""
 
     def aggregate(self, other: Any) -> WorkerReport:
         return WorkerReport(self.report.merge(other.report), self.facts | other.facts)

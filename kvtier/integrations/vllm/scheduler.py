@@ -281,7 +281,7 @@ class SchedulerSide:
             self._left.append(follow)
 
     def _disown_wrong(self) -> None:
-        """Of requests whose logits were no numbers, nothing is found again: K and V that gave these may be none."""
+        """Makes content of requests whose logits were no numbers unfindable: K and V that gave these may be none."""
         left, self._left = self._left, []
         for follow in (*self._followed.values(), *left):
             if not follow.is_wrong and follow.request.num_nans_in_logits:

@@ -22,7 +22,7 @@ IDLE_WAIT_S = 0.004
 
 
 class WorkerSide:
-    """Of one worker, from ``register_kv_caches`` on."""
+    """The host tier in one worker, from ``register_kv_caches`` on."""
 
     def __init__(self, plan: HostPlan, config: Any, caches: dict[str, Any], settings: Settings) -> None:
         from kvtier.host_tier.worker import HostTierWorker
@@ -37,13 +37,13 @@ class WorkerSide:
         self._facts: dict[int, str] = {}  # not reported yet
 
     def use_remote(self, settings: Settings, rank: int, facts: str) -> None:
-        """Opens the store; ``facts`` go to the scheduler with the first report. Raises ``ConfigError``."""
+        """Opens the remote tier; ``facts`` go to the scheduler with the first report. Raises ``ConfigError``."""
         assert settings.remote_uri is not None
         self.worker.use_remote(settings.remote_uri, settings.secret(), rank)
         self._facts = {rank: facts}
 
     def begin(self, step: StepOrders) -> None:
-        """Before anything of the step is written."""
+        """Begins the step's copies, before anything of the step is written."""
         self._void |= step.void
         self.worker.begin(step.orders)
 
@@ -68,7 +68,7 @@ class WorkerSide:
         return WorkerReport(report, facts) if report or facts else None
 
     def take_report(self) -> WorkerReport | None:
-        """Of the last ``results``."""
+        """The report of the last ``results``."""
         report, self._report = self._report, None
         return report
 

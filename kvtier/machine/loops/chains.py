@@ -1,7 +1,7 @@
 """Products of a query's heads with keys, each a chain of fused multiply-adds in the order of the dimensions.
 
-Promises   the order of every sum, and one rounding a step: what a compiler may choose for a sum in a loop, it may not
-           choose here. oneDNN sums in this order, too, as far as the inner size is not large.
+Promises   the order of every sum, and one rounding a step. A compiler may reorder a sum in a loop, but not this one.
+           oneDNN sums in this order, too, as far as the inner size is not large.
 """
 
 from __future__ import annotations

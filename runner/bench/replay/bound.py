@@ -11,7 +11,7 @@ from runner.bench.replay.asked import Asked
 
 
 class Whole(NamedTuple):
-    """Of all requests."""
+    """The sums over all requests."""
 
     requests: int
     sessions: int
@@ -28,7 +28,7 @@ class Whole(NamedTuple):
 
 
 def measure(asked: Iterable[Asked], block_tokens: int) -> Whole:
-    """By the blocks of the texts, in the order in which they are asked for."""
+    """Measures by the blocks of the texts, in the order in which they are asked for."""
     known: dict[tuple[int, bytes], int] = {}
     sessions = set()
     requests = prompts = found = 0

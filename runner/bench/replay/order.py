@@ -11,7 +11,7 @@ AHEAD = 64
 
 
 class Order:
-    """Of requests of which ``at_once`` run at a time, and one of a session."""
+    """The order of requests of which ``at_once`` run at a time, and one of a session."""
 
     def __init__(self, asked: Sequence[Asked], at_once: int) -> None:
         self._asked, self._at_once = asked, at_once

@@ -32,7 +32,7 @@ class Found:
 
     @property
     def rate(self) -> float:
-        """Of all tiers."""
+        """The share that all tiers found."""
         return sum(self.tiers.values()) / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def count(self, done: FinishedRequest) -> None:

@@ -64,7 +64,7 @@ class OfBlocks:
 
 
 def read(path: Path, block_tokens: int | None = None, requests: int | None = None, whole: bool = False) -> list[Asked]:
-    """In the order in which they are to begin: the first ``requests``, or all.
+    """Reads them in the order in which they are to begin: the first ``requests``, or all.
 
     ``block_tokens``: of a block of Mooncake's format, 512 unless given. ``whole``: prompts of blocks are cut to whole
     ones. Raises ``ConfigError``.

@@ -1,8 +1,7 @@
 """A trial at load: are the bits of K, V and logits the same however a text is cut, and whoever runs beside it?
 
-Owns       the steps that are compared, and which modules are computed in the exact way (``products``): those that call
-           elementwise functions, those that multiply with weights and are no packed linear layer, and whatever the
-           trial finds beside them.
+Owns       the steps that are compared, and which modules are computed in the exact way (``products``). They call
+           elementwise functions, or multiply with weights and are no packed linear layer, or the trial finds them.
 Promises   a model passes only if no bit differed. Else ``NotExact`` names the first module whose output differed for
            equal inputs, and the numbers of rows.
 Does not   prove: it compares steps of 1 to 401 rows (fewer where a model is large), of one text of 591 tokens.
@@ -159,7 +158,7 @@ Digests = dict[tuple[str, int], tuple[np.ndarray | None, np.ndarray]]
 
 
 def _digests(model: Any, run: _Run) -> Digests:
-    """By module and number of its call, in the order in which calls end: a number for each row of the text, in and out.
+    """Digests by module and number of its call, in the order in which calls end: a number a row, in and out.
 
     Rows are the text's tokens; calls without them are left out.
     """

@@ -20,7 +20,7 @@ LIMITS = {"float32": 1e-4, "float16": 6.25e-2, "bfloat16": 5e-1}
 """Allowed difference of a logprob, by the model's dtype.
 
 In half precision it is four roundings of a logit between 16 and 32. A rounding is 1/64 in float16, 1/8 in bfloat16.
-vLLM computes logits in the model's dtype, and a logprob is the difference of a logit and of the sum over all of them.
+vLLM computes logits in the model's dtype. A logprob is the difference of a logit and of the sum over all of them.
 """
 
 
