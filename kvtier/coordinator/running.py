@@ -23,7 +23,6 @@ from kvtier.coordinator.request import FinishReason
 from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import Tracked
-from kvtier.gpu_pool.row_state import Publish
 from kvtier.machine.errors import ConfigError, MemoryUnavailable, StepError
 from kvtier.machine.integers import integer, shown
 
@@ -138,9 +137,9 @@ class Running:
         ended_rows = [seq.row for seq, _ in asked if seq.row >= 0] if asked else []
         if ended_rows:
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
-        failed = [seq.row for seq, reason in asked if reason == "error" and seq.row >= 0]
-        if failed:
-            tables.arrays.publish[failed] = Publish.OUTDATED
+        for seq, reason in asked:
+            if reason == "error":
+                coordinator.distrust(seq)
         counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
         for k in self.entries.prefills:  # names their full blocks
             coordinator.seal_prefill(self.roster.of_row(rows[k]), int(ends[k]))
