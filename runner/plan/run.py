@@ -141,9 +141,7 @@ def _store_bytes(options: Options, has_host: bool) -> int:
     return num_bytes
 
 
-def _tier(
-    spec: CacheSpec, memory: str | int, setting: str, spare: Sequence[bool] = ()
-) -> tuple[Layout, TierPlan]:
+def _tier(spec: CacheSpec, memory: str | int, setting: str, spare: Sequence[bool] = ()) -> tuple[Layout, TierPlan]:
     num_bytes = parse_bytes(memory, setting)
     layout = layout_of(spec, num_bytes, setting, spare)
     return layout, TierPlan(num_bytes, layout.slab_bytes, layout.num_slabs, capacity.longest(layout, spec))
