@@ -56,10 +56,11 @@ def explored(name):
             "one tier, second first, one row",
             "one tier, outgrows the pool",
             "one tier, shared stem, a token a step",
+            "states, shared stem",
             "load and stores",
             "loads, one row, cancel",
         ],
-        ["load and stores"],
+        ["load and stores", "states, shared stem"],
     ),
 )
 def test_in_every_state_all_is_well_and_from_every_state_all_ends(name):
