@@ -167,6 +167,7 @@ class HybridModel:
         """The groups of this model's cache; ``dtype`` of K and V defaults to the weights'.
 
         In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and without them to 1.
+        States of an exact model have the inputs since their last boundary, too (states.py).
         """
         dtype = self.dtype if dtype is None or dtype == "auto" else dtype_name(dtype, "kv_cache_dtype")
         if kv_scales is None and isinstance(dtype, str) and DTYPE_BYTES[dtype] == 1:
