@@ -4,6 +4,7 @@ KVTierError
 `-- RunnerError
     |-- ModelLoadError (OSError)     a folder or hub id that is no complete, readable checkpoint
     |-- NonFiniteLogits              a request's logits are NaN or infinite; it alone has ended
+    |-- NonFiniteState               a request's recurrent state is NaN or infinite; it alone has ended
     |-- NoTokenAllowed               a request's own options leave no token to choose; it alone has ended
     |-- GrammarFailed                a request's grammar cannot go on, or takes too long; it alone has ended
     |-- ForwardFailed                a forward raised; the requests of its step have ended
@@ -39,6 +40,14 @@ class NonFiniteLogits(RunnerError):
         name = str(dtype).removeprefix("torch.")
         fix = "; load the model in bfloat16 or float32" if name == "float16" else ""
         super().__init__(f"the model's logits are not finite in {name}{fix}")
+
+
+class NonFiniteState(RunnerError):
+    """What a recurrent layer keeps of a request is NaN or infinite. It is not sealed, so nobody finds it."""
+
+    def __init__(self, dtype: object) -> None:
+        name = str(dtype).removeprefix("torch.")
+        super().__init__(f"the model's recurrent states are not finite in {name}")
 
 
 class NoTokenAllowed(RunnerError):

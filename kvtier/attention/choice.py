@@ -80,10 +80,8 @@ def choose(
     return Choice("reference", problem)
 
 
-def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None, unlike: str = "") -> Choice:
+def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | None) -> Choice:
     """The backend of ``exact=True`` for weights of ``dtype``, None if it is not known yet.
-
-    ``unlike``: what the model has that it cannot do; "" for nothing.
 
     Raises ``ConfigError`` for an unknown name, and ``NotExact`` where there is none.
     """
@@ -95,8 +93,6 @@ def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | Non
         raise NotExact(f"exact=True cannot be kept on {device}, only on a CPU: use device='cpu', or leave exact out")
     if attention == "flashinfer":
         raise NotExact("exact=True has an attention of its own: use attention='auto', or leave exact out")
-    if unlike:
-        raise NotExact(f"exact=True cannot be kept with {unlike}: leave exact out")
     return Choice("exact", "exact=True", required=True)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,6 +198,10 @@ def attend(
     extra = _NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
     loops.finish(of.sums.numpy(), of.state, extra)
     return fold_output(of.sums, v_scale).to(query.dtype)
+
+
+attend_latent = partial(reference.attend_latent, attend=attend)
+"""As ``reference.attend_latent``."""
 
 
 def _nothing_seen(tokens: int, heads: int) -> npt.NDArray[np.float32]:

@@ -151,11 +151,13 @@ def attend_latent(
     scale: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    attend: Callable[..., Tensor] = attend,
 ) -> Tensor:
     """Attention of ``query`` [T, Hq, r + p] to latents and rotated keys; returns mixed latents [T, Hq, r].
 
     ``k_cache`` [blocks, block_tokens, 1, r] has the latents, ``v_cache`` [..., p] the rotated keys: together they are
-    a token's key, and the latent is its value, too. Scales of float8 pools are float32 [1]. Raises as ``attend``.
+    a token's key, and the latent is its value, too. Scales of float8 pools are float32 [1]. ``attend`` is what attends
+    to them, and raises.
     """
     rank = k_cache.shape[3]
     if k_scale is not None and v_scale is not None:

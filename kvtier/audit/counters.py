@@ -47,7 +47,8 @@ def _check_arena(tier: Tier, arena: Arena) -> Iterator[Violation]:
     for g, (known, there) in enumerate(zip(tier.rows.tolist(), rows, strict=True)):
         if known != there:
             yield Violation("I22", f"{tier.where(g)}: {known} ids, but memory for {there} blocks")
-    ends = [begin + n * stride for begin, n, stride in zip(begins, rows, strides, strict=True)]
+    spare = arena.layout.spare.tolist()
+    ends = [begin + (n + more) * stride for begin, n, more, stride in zip(begins, rows, spare, strides, strict=True)]
     narrow = any(stride < size for stride, size in zip(strides, arena.block_bytes.tolist(), strict=True))
     if max(ends) != arena.num_bytes or min(begins) < 0 or narrow:
         yield Violation("I22", f"{tier.name}: the pools do not make the arena's {arena.num_bytes:,} bytes")
@@ -63,7 +64,8 @@ def _check_places(
             if ends[a] > begins[b]:
                 yield Violation("I22", f"{tier.where(a)}: its blocks reach into those of {tier.where(b)}")
         return
-    first = layout.num_bytes - layout.num_slabs * layout.slab_bytes  # start of the slabs
+    beside = int((layout.strides * layout.spare).max())
+    first = layout.num_bytes - beside - layout.num_slabs * layout.slab_bytes  # start of the slabs
     for g, per_slab in enumerate(layout.per_slab.tolist()):
         for slab in (0, layout.num_slabs - 1):
             at = begins[g] + (1 + slab * per_slab) * strides[g] - first - slab * layout.slab_bytes

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.geometry.layout import Layout, Seams
-from kvtier.geometry.sizing import fixed_blocks, layout_of, parse_bytes
+from kvtier.geometry.sizing import fixed_blocks, layout_of, parse_bytes, spare_blocks
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.pools.arena import Arena
@@ -75,9 +75,11 @@ def device_tier(spec: CacheSpec, device: str, num_bytes: str | int | None, block
     if (num_bytes is None) == (blocks is None):
         raise ConfigError("give either device_bytes or device_blocks")
     if blocks is not None:
-        return Tier(spec, _fixed(spec, blocks, "device_blocks"), device, "device_blocks")
+        sizes = [group.block_bytes for group in spec.groups]
+        layout = Layout.fixed(sizes, fixed_blocks(spec, blocks, "device_blocks"), spare_blocks(spec))
+        return Tier(spec, layout, device, "device_blocks")
     assert num_bytes is not None
-    layout = layout_of(spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes")
+    layout = layout_of(spec, parse_bytes(num_bytes, "device_bytes"), "device_bytes", spare_blocks(spec))
     return Tier(spec, layout, device, "device_bytes")
 
 
@@ -90,9 +92,6 @@ def host_tier(
     if blocks is not None:
         if size:
             raise ConfigError("give either host_bytes or host_blocks, not both")
-        return Tier(spec, _fixed(spec, blocks, "host_blocks"), place, "host_blocks")
+        sizes = [group.block_bytes for group in spec.groups]
+        return Tier(spec, Layout.fixed(sizes, fixed_blocks(spec, blocks, "host_blocks")), place, "host_blocks")
     return Tier(spec, layout_of(spec, size, "host_bytes"), place, "host_bytes") if size else None
-
-
-def _fixed(spec: CacheSpec, blocks: Mapping[str, int], setting: str) -> Layout:
-    return Layout.fixed([group.block_bytes for group in spec.groups], fixed_blocks(spec, blocks, setting))

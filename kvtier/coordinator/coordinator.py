@@ -314,6 +314,11 @@ class Coordinator:
         seq.course.branches.clear()
         seq.course.told.clear()
 
+    def distrust(self, seq: Tracked) -> None:
+        """The request fails: what it has computed since its last step is not sealed."""
+        if seq.row >= 0:
+            self.tables.arrays.publish[seq.row] = Publish.OUTDATED
+
     def disown(self, seq: Tracked) -> None:
         """The request has left, and its text's K and V are wrong: no content under its keys is found again."""
         units = self._block_tokens // self.spec.hash_tokens

@@ -144,6 +144,8 @@ class CacheManager:
         self._check_no_step("close")
         if reason not in FINISH_REASONS:
             raise InvalidRequest(f"reason must be one of {', '.join(map(repr, FINISH_REASONS))}, got {shown(reason)}")
+        if reason == "error":
+            self._coordinator.distrust(seq)
         self._finish(seq, reason)
         if reason == "error":
             self._coordinator.disown(seq)

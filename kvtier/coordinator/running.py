@@ -129,7 +129,7 @@ class Running:
         """The forward of the last step made is done: its tokens are counted, its blocks published.
 
         Yields the requests that end with it, and why. Tokens sampled for requests whose end was ``asked`` for are
-        not part of their text.
+        not part of their text. Nothing that failed requests have computed is sealed.
         """
         coordinator, ended, counts = self._coordinator, self._ended, self._coordinator.counts
         rows, ends, samples = self.entries.due
@@ -137,6 +137,9 @@ class Running:
         ended_rows = [seq.row for seq, _ in asked if seq.row >= 0] if asked else []
         if ended_rows:
             ids = np.where(np.isin(rows[samples], ended_rows), -1, ids)
+        for seq, reason in asked:
+            if reason == "error":
+                coordinator.distrust(seq)
         counts.generated_tokens += int(np.count_nonzero(ids >= 0)) if ended_rows else len(ids)
         for k in self.entries.prefills:  # names their full blocks
             coordinator.seal_prefill(self.roster.of_row(rows[k]), int(ends[k]))

@@ -57,14 +57,18 @@ class GroupView:
         self._check_tokens("slot_mapping")
         return self._step.slots()[self._g]
 
-    def states(self) -> States:
+    def states(self, rows: int | None = None) -> States:
         """What each entry of a group of states goes on from, and where its states go (``States``).
 
-        Raises ``StepError`` for other groups.
+        ``rows``: with null rows appended up to so many entries, for a captured graph of fixed size. They go on from
+        nothing and write to a block that is in no pool. Raises ``StepError`` for other groups, and as ``padded``.
         """
         if not self._keeps_states:
             raise StepError("states() is of a group of states; this one has block_table, slot_mapping and paged()")
-        return self._step.states(self._g)
+        states = self._step.states(self._g)
+        if rows is None:
+            return states
+        return states.padded(_entries(rows, "states()", len(states.source)), self._step.spare(self._g))
 
     @property
     def _keeps_states(self) -> bool:
@@ -93,15 +97,8 @@ class GroupView:
 
         For a captured graph of fixed size. Raises ``StepError`` if the step has more entries than that.
         """
-        entries = integer(rows)
-        if entries is None:
-            raise StepError(f"padded() takes a number of entries, got {shown(rows)}")
         qo, kv, indices, last = self.paged()
-        extra = entries - len(last)
-        if extra < 0:
-            raise StepError(f"cannot pad {len(last)} entries to {shown(entries)}")
-        if entries > MOST_ENTRIES:
-            raise StepError(f"padded() takes at most {MOST_ENTRIES:,} entries, got {shown(entries)}")
+        extra = _entries(rows, "padded()", len(last)) - len(last)
         steps = np.arange(1, extra + 1, dtype=np.int32)
         return (
             np.concatenate([qo, qo[-1] + steps]),
@@ -109,6 +106,18 @@ class GroupView:
             np.concatenate([indices, np.zeros(extra, np.int32)]),
             np.concatenate([last, np.ones(extra, np.int32)]),
         )
+
+
+def _entries(rows: object, what: str, there: int) -> int:
+    """The number of entries that ``there`` entries are padded to; raises ``StepError``."""
+    entries = integer(rows)
+    if entries is None:
+        raise StepError(f"{what} takes a number of entries, got {shown(rows)}")
+    if entries < there:
+        raise StepError(f"cannot pad {there} entries to {shown(entries)}")
+    if entries > MOST_ENTRIES:
+        raise StepError(f"{what} takes at most {MOST_ENTRIES:,} entries, got {shown(entries)}")
+    return entries
 
 
 class Step:
@@ -194,6 +203,10 @@ class Step:
             tables = self._open_tables()
             self._states[g] = self._exports.states(tables, g, self.rows, self.starts, self.seq_lens)
         return self._states[g]
+
+    def spare(self, g: int) -> int:
+        """The block of group g that is in no pool."""
+        return int(self._tables.pools.layout.rows[g])
 
     @property
     def spec(self) -> CacheSpec:

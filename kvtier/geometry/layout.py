@@ -58,6 +58,9 @@ class Layout:
     slab_bytes: int
     """0 if slabs differ in size, since they are not exchanged."""
     num_bytes: int
+    spare: npt.NDArray[np.bool_]
+    """Whether memory for one more block, ``rows[g]``, follows those of the pool: padded rows write there. It is in no
+    pool. Those of several groups may overlap."""
 
     @property
     def shared(self) -> bool:
@@ -97,10 +100,11 @@ class Layout:
         return first[of] + np.arange(len(of)), of
 
     @staticmethod
-    def fixed(block_bytes: Sequence[int], blocks: Sequence[int]) -> Layout:
-        """Separate pools: ``blocks[g]`` usable blocks of every group, side by side."""
+    def fixed(block_bytes: Sequence[int], blocks: Sequence[int], spare: Sequence[bool] = ()) -> Layout:
+        """Separate pools: ``blocks[g]`` usable blocks of every group, side by side; no spare ones unless given."""
         sizes, per_slab = np.array(block_bytes, np.int64), np.array(blocks, np.int64)
-        ends = np.cumsum((per_slab + 1) * sizes)
+        one_more = _spare(spare, sizes)
+        ends = np.cumsum((per_slab + 1 + one_more) * sizes)
         return Layout(
             block_bytes=sizes,
             strides=sizes,
@@ -111,18 +115,21 @@ class Layout:
             num_slabs=len(sizes),
             slab_bytes=0,
             num_bytes=int(ends[-1]),
+            spare=one_more,
         )
 
     @staticmethod
-    def of_slabs(block_bytes: Sequence[int], num_bytes: int) -> Layout | None:
+    def of_slabs(block_bytes: Sequence[int], num_bytes: int, spare: Sequence[bool] = ()) -> Layout | None:
         """An arena of at most ``num_bytes`` whose pools exchange slabs; None if the slabs would be too coarse."""
         if num_bytes < sum(block_bytes):
             return None
         sizes = np.array(block_bytes, np.int64)
         strides, slab = _slab(sizes, num_bytes)
         null = int(strides.max())  # null blocks end at the first slab: no usable block shares a byte with them
-        slab *= max(1, (num_bytes - null) // (slab * MOST_SLABS))
-        num_slabs = (num_bytes - null) // slab
+        one_more = _spare(spare, sizes)
+        beside = null + int((strides * one_more).max())  # spare blocks begin where the last slab ends
+        slab *= max(1, (num_bytes - beside) // (slab * MOST_SLABS))
+        num_slabs = (num_bytes - beside) // slab
         if num_slabs < FEWEST_SLABS * len(sizes):
             return None
         return Layout(
@@ -134,8 +141,13 @@ class Layout:
             most_slabs=np.full(len(sizes), num_slabs),
             num_slabs=num_slabs,
             slab_bytes=slab,
-            num_bytes=null + num_slabs * slab,
+            num_bytes=beside + num_slabs * slab,
+            spare=one_more,
         )
+
+
+def _spare(spare: Sequence[bool], sizes: Int64s) -> npt.NDArray[np.bool_]:
+    return np.array(spare, np.bool_) if len(spare) else np.zeros(len(sizes), np.bool_)
 
 
 def _slab(sizes: Int64s, num_bytes: int) -> tuple[Int64s, int]:

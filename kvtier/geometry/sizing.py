@@ -7,7 +7,7 @@ Promises   the pools of a tier, null blocks included, take at most the given byt
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.layout import Layout
@@ -40,14 +40,24 @@ def parse_bytes(value: str | int, setting: str) -> int:
     return parse_bytes(int(min(float(found[1]) * _UNITS[found[2].lower()], 2.0 * MOST_BYTES)), setting)
 
 
-def layout_of(spec: CacheSpec, num_bytes: int, setting: str) -> Layout:
+def spare_blocks(spec: CacheSpec) -> list[bool]:
+    """By group, whether rows that pad a step need a block to write to: those of states have no slot to leave out."""
+    return [group.attention.kind is Kind.STATE for group in spec.groups]
+
+
+def layout_of(spec: CacheSpec, num_bytes: int, setting: str, spare: Sequence[bool] = ()) -> Layout:
     """An arena of ``num_bytes`` that the groups' pools share; separate pools if it is too small to share.
+
+    ``spare``: groups with a block more, in the same bytes.
 
     Raises ``MemoryUnavailable``, naming ``setting``, if not even one block of every group fits.
     """
     sizes = [group.block_bytes for group in spec.groups]
-    layout = Layout.of_slabs(sizes, num_bytes) if len(sizes) > 1 else None
-    return layout or Layout.fixed(sizes, split_bytes(spec, num_bytes, setting))
+    layout = Layout.of_slabs(sizes, num_bytes, spare) if len(sizes) > 1 else None
+    if layout is None:
+        beside = sum(size for size, more in zip(sizes, spare, strict=False) if more)
+        layout = Layout.fixed(sizes, split_bytes(spec, num_bytes - beside, setting), spare)
+    return layout
 
 
 def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:

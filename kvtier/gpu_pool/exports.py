@@ -161,7 +161,8 @@ class States(NamedTuple):
     Entry k goes on from the state in block ``source[k]``; 0: from none. Segment i is a part of entry ``entry[i]`` that
     ends after token ``end[i]`` of its text: the state then goes to block ``target[i]``. The segments of an entry are
     together and ascending, and its last one ends the entry. A block is source and target of one entry alone; then it
-    may be both.
+    may be both. A null row, which pads a step, goes on from none, has one token, and its state goes to a block that
+    is in no pool, so nobody reads it: the spare one.
     """
 
     source: Int32s
@@ -172,6 +173,16 @@ class States(NamedTuple):
     """int64 [S]."""
     target: Int32s
     """int32 [S]."""
+
+    def padded(self, rows: int, spare: int) -> States:
+        """These, with null rows appended up to ``rows`` entries."""
+        null = np.arange(len(self.source), rows, dtype=np.int32)
+        return States(
+            np.concatenate([self.source, np.zeros_like(null)]),
+            np.concatenate([self.entry, null]),
+            np.concatenate([self.end, np.ones(len(null), np.int64)]),
+            np.concatenate([self.target, np.full_like(null, spare)]),
+        )
 
 
 @jit

@@ -116,7 +116,7 @@ class Arena:
     def views(self, g: int) -> list[tuple[torch.Tensor, ...]]:
         """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim].
 
-        Of states: their parts, each [usable + 1, *part.shape].
+        Of states: their parts, each [usable + 1, *part.shape], and one more block if the layout has a spare one.
         """
         import torch
 
@@ -144,7 +144,8 @@ class Arena:
         """Layer by layer, each part's tensors lie at one distance from block to block: the block's."""
         import torch
 
-        rows, step, at = int(self.rows[g]), int(self.strides[g]), int(self.origins[g])
+        rows = int(self.rows[g] + self.layout.spare[g])
+        step, at = int(self.strides[g]), int(self.origins[g])
         storage, found = self._bytes(), []
         for _ in range(layers):
             parts = []

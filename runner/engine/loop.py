@@ -21,7 +21,7 @@ from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.machine.integers import shown
 from kvtier.remote.pace import Pace
 from runner.engine.shares import Shares
-from runner.errors import ForwardFailed, NonFiniteLogits, RunnerError
+from runner.errors import ForwardFailed, NonFiniteLogits, NonFiniteState, RunnerError
 from runner.model.graphs import DecodeGraphs
 from runner.model.hybrid import HybridModel
 from runner.sampling.draw import Chosen, Sampler, SamplingState
@@ -48,6 +48,8 @@ class _Made:
     sound: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     chosen: Chosen | None = None
     prompt_logprobs: Sequence[tuple[str, TokenLogprobs]] = ()
+    unsound: Sequence[int] = ()
+    """Entries that have left a recurrent state which is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,8 @@ class Engine:
             raise
         entries, rows, ids = step.sample_rows, made.rows, made.token_ids
         told = None if made.chosen is None else made.chosen.logprobs
+        for entry in made.unsound:
+            self._distrust(step.request_ids[entry], NonFiniteState(self.model.dtype))
         if made.chosen is not None and not made.sound.all():
             self._end_unsound(step, made.sound, made.chosen)
             good = np.flatnonzero(made.sound)
@@ -214,12 +218,15 @@ class Engine:
             also = np.concatenate([rows for _, rows in asking]) if asking else ()
             logits = self.model.forward(step, self.cache, also) if asking else self.model.forward(step, self.cache)
         of_prompts = [(name, one) for name, one in self._of_prompts(asking, logits[len(samples) :])] if asking else []
-        made = _Made(prompt_logprobs=of_prompts)
+        unsound = self.model.mixers.unsound
+        if unsound:  # no token is chosen for them, either
+            logits[torch.from_numpy(np.flatnonzero(np.isin(samples, unsound)))] = torch.nan
+        made = _Made(prompt_logprobs=of_prompts, unsound=unsound)
         if len(samples):
             rows = step.rows[samples]
             drawn = (step.seq_lens[samples] - self._prompt_tokens[rows]).astype(np.uint64)
             chosen = self._sampler.choose(logits[: len(samples)], rows, drawn)
-            made = _Made(rows, *chosen.on_host(), chosen, of_prompts)
+            made = _Made(rows, *chosen.on_host(), chosen, of_prompts, unsound)
         took_s = time.perf_counter() - start
         self.forward_s += took_s
         if step.num_tokens > len(step.rows):
@@ -240,8 +247,13 @@ class Engine:
             name, error = step.request_ids[step.sample_rows[place]], chosen.why(place, self.model.dtype)
             if not isinstance(error, NonFiniteLogits):
                 self._give_up(name, error)
-            elif self.scheduler.fail(name):  # its K and V are not to be trusted
-                self._errors[name] = error
+            else:
+                self._distrust(name, error)
+
+    def _distrust(self, name: str, error: RunnerError) -> None:
+        """Ends a request whose K, V or states are not to be trusted; nobody finds them."""
+        if self.scheduler.fail(name):
+            self._errors[name] = error
 
     def _give_up(self, name: str, error: RunnerError) -> None:
         """Ends a request that cannot go on, though its K and V are right."""

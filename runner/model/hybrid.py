@@ -35,7 +35,7 @@ from runner.model.attention import NAME, StepContext, Temperature, owners, scale
 from runner.model.device import model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import take_latents
-from runner.model.states import Mixers, StatesOfStep
+from runner.model.states import Mixers, StatesOfStep, with_inputs
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -63,7 +63,7 @@ class HybridModel:
         ``load``). ``kv_scales``: the checkpoint's, for K and V in float8. ``exact``: as in ``load``, but not tried.
         """
         if exact:
-            attention = choice.exactly("auto", model.device, model.dtype, _unlike(model.config))
+            attention = choice.exactly("auto", model.device, model.dtype)
         elif backend is not None:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
@@ -133,7 +133,7 @@ class HybridModel:
         wanted = checkpoint.weights_dtype(folder, dtype, device)
         known = wanted if isinstance(wanted, torch.dtype) else None
         if exact:
-            chosen = choice.exactly(attention, device, known, _unlike(config))
+            chosen = choice.exactly(attention, device, known)
         else:
             chosen = choice.choose(attention, device, groups, known, latent=is_latent(config))
         check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
@@ -169,11 +169,15 @@ class HybridModel:
         """The groups of this model's cache; ``dtype`` of K and V defaults to the weights'.
 
         In float8, ``kv_scales`` (``CacheSpec.with_kv_scales``) default to the checkpoint's own, and without them to 1.
+        States of an exact model have the inputs since their last boundary, too (states.py).
         """
         dtype = self.dtype if dtype is None or dtype == "auto" else dtype_name(dtype, "kv_cache_dtype")
         if kv_scales is None and isinstance(dtype, str) and DTYPE_BYTES[dtype] == 1:
             kv_scales = self.kv_scales
-        return CacheSpec.from_config(self.config, dtype=dtype, block_tokens=block_tokens, kv_scales=kv_scales)
+        spec = CacheSpec.from_config(self.config, dtype=dtype, block_tokens=block_tokens, kv_scales=kv_scales)
+        if self.exact and self.mixers.layers:
+            spec = with_inputs(spec, self.config.get_text_config(decoder=True).hidden_size, dtype_name(self.dtype, ""))
+        return spec
 
     @torch.no_grad()
     def forward(self, step: Any, cache: Any, also: Sequence[int] | npt.NDArray[np.int64] = ()) -> Tensor:
@@ -193,7 +197,9 @@ class HybridModel:
         last = np.asarray(step.query_start)[1:][np.asarray(step.sample_rows, np.int64)] - 1
         context = self.context(cache, batches, self._ids(step.positions), states)
         rows = np.concatenate([last, also]).astype(np.int64) if len(also) else last
-        return self.run(self._ids(step.token_ids), context, self._ids(rows))
+        logits = self.run(self._ids(step.token_ids), context, self._ids(rows))
+        self.mixers.unsound = sorted(set().union(*(found.unsound for found in states.values())))
+        return logits
 
     def context(
         self,
@@ -314,14 +320,6 @@ class HybridModel:
         staged = words.staged(len(array), torch.long, self.device)
         staged.numpy()[:] = array
         return words.sent(staged, self.device)
-
-
-def _unlike(config: Any) -> str:
-    """What the model has that the exact attention and products were not tried with; "" if there is nothing."""
-    if is_latent(config):
-        return "latent attention (MLA)"
-    kept = CacheSpec.from_config(config, block_tokens=1).groups
-    return "recurrent layers" if any(group.attention.kind is Kind.STATE for group in kept) else ""
 
 
 def max_tokens(config: Any) -> int | None:

@@ -28,21 +28,23 @@ class Absorbed:
 
     ``keys`` [Hq, N, r] and ``values`` [Hq, r, Dv]; ``plain`` and ``rotated``: which of a query's elements meet the
     expanded latent, N of them, and the rotated key. They are copies: of a layer's ``kv_b_proj``, as many bytes again.
+    ``times``: [Hq, T, K] times [Hq, K, n].
     """
 
     keys: Tensor
     values: Tensor
     plain: slice
     rotated: slice
+    times: Callable[[Tensor, Tensor], Tensor] = torch.bmm
 
     def query(self, query: Tensor) -> Tensor:
         """What meets the pools' rows: [T, Hq, r + p] of a query [T, Hq, D]."""
-        latent = torch.bmm(query[..., self.plain].transpose(0, 1), self.keys).transpose(0, 1)
+        latent = self.times(query[..., self.plain].transpose(0, 1), self.keys).transpose(0, 1)
         return torch.cat([latent, query[..., self.rotated]], -1)
 
     def output(self, mixed: Tensor) -> Tensor:
         """Values [T, Hq, Dv] of a mixture of latents [T, Hq, r]."""
-        return torch.bmm(mixed.transpose(0, 1), self.values).transpose(0, 1)
+        return self.times(mixed.transpose(0, 1), self.values).transpose(0, 1)
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ from runner.model import masks
 from runner.model.attention import NAME
 from runner.model.checkpoint import bos_token_id
 
+_REQUESTS = 3
+"""The most prompts of a trial."""
 _SHORT = 13, 7
 """Tokens of the two requests if no window or chunk is passed."""
 _LAST = 4
@@ -145,7 +147,10 @@ class _View:
     slot_mapping: np.ndarray
 
     def states(self) -> States:
-        """A step of several tokens of a request is cut once, after the first half."""
+        """A step of several tokens of a request is cut once, after the first half.
+
+        Each request has three blocks of states: for the cut, and in turn for the ends of steps.
+        """
         counts, ends = np.diff(self.query_start).tolist(), self.seq_lens.tolist()
         found = [
             (r, n)
@@ -153,17 +158,21 @@ class _View:
             for n in sorted({end - count // 2, end})
         ]
         before = [n - count for count, n in zip(counts, ends, strict=True)]
-        source = [self.block_table[r, n - 1] if n else 0 for r, n in enumerate(before)]
         return States(
-            np.array(source, np.int32),
+            np.array([_state_after(r, n) if n else 0 for r, n in enumerate(before)], np.int32),
             np.array([r for r, _ in found], np.int32),
             np.array([n for _, n in found], np.int64),
-            np.array([self.block_table[r, n - 1] for r, n in found], np.int32),
+            np.array([_state_after(r, n) if n == ends[r] else 3 * r + 1 for r, n in found], np.int32),
         )
 
     def paged(self) -> Paged:
         attention, starts, ends = self.group.attention, self.query_start.tolist(), self.seq_lens.tolist()
         return paged_from_table(attention, self.group.block_tokens, starts, ends, self.block_table)
+
+
+def _state_after(r: int, tokens: int) -> int:
+    """The block of request r's state after a step that ends with so many tokens."""
+    return 3 * r + 2 + tokens % 2
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ def step_of(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tup
 
 
 class _ScratchCache:
-    """Zeroed pools [1 + tokens, 1, H, D], one per layer; K and V have equal strides, as in real pools."""
+    """Zeroed pools [1 + tokens, 1, H, D], one per layer; K and V have equal strides, as in real pools. Few states."""
 
     def __init__(self, spec: CacheSpec, device: torch.device, tokens: int) -> None:
         self.spec = spec
@@ -224,7 +233,7 @@ class _ScratchCache:
         }
         self._states = {
             (g.name, i): tuple(
-                torch.zeros(1 + tokens, *part.shape, dtype=getattr(torch, part.dtype), device=device)
+                torch.zeros(1 + 3 * _REQUESTS, *part.shape, dtype=getattr(torch, part.dtype), device=device)
                 for part in g.attention.parts
             )
             for g in spec.groups
@@ -242,9 +251,13 @@ class _ScratchCache:
         """K and V of every layer, [1 + tokens, 1, H, D]; prompts lie one after the other from 1 on."""
         return [x for pair in self._kv.values() for x in pair]
 
+    def all_states(self, tokens: int) -> list[Tensor]:
+        """The first prompt's states in each layer, all parts, after a step that ended with so many tokens."""
+        return [x[_state_after(0, tokens)] for parts in self._states.values() for x in parts]
+
 
 def scratch_cache(spec: CacheSpec, device: torch.device, tokens: int = sum(_SHORT)) -> Any:
-    """Stands in for a ``KVCache`` of ``spec`` in a forward: ``tokens`` blocks of one token in every group."""
+    """Stands in for a ``KVCache`` of ``spec`` in a forward: ``tokens`` blocks of one token in groups of K and V."""
     return _ScratchCache(
         CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device, tokens
     )

@@ -3,22 +3,28 @@
 Owns       the wrappers around the mixers of a loaded model, and the cache that a mixer is given.
 Promises   a piece of a prompt goes on from the state after the token before it, and leaves states where the step wants
            them. The mixer is called once for each segment, and once for all entries of one token. What a step goes on
-           from is copied first, so a block that others find is never written.
+           from is copied first, so a block that others find is never written. Entries whose states are not finite are
+           named (``unsound``) before anybody finds these.
 Does not   change the family's own forward: without a step, a mixer is as it was.
+
+If states keep the inputs since their last boundary (``with_inputs``), bits do not depend on how a text is cut. The text
+is cut into chunks of ``STATE_TOKENS`` tokens, from token 0 on. Each is one call, for one request, of so many rows, from
+the state before it; rows that are not known yet are zeros. A decode is such a call, too. The state after a chunk is
+kept once the chunk is whole. Before that, a block has the state before it, and the chunk's inputs so far.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtier.geometry.kinds import Part, RecurrentState
-from kvtier.geometry.spec import GroupSpec
+from kvtier.geometry.kinds import STATE_TOKENS, Part, RecurrentState
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import UnsupportedModel
 
 _CALLS = ("update_conv_state", "update_recurrent_state")
@@ -26,34 +32,59 @@ _ARGUMENTS = ("cache", "cache_params", "past_key_values")
 _ATTRIBUTE = "_kvtier_mixers"
 _OURS = ("attention_mask", "kvtier", "position_ids")
 """Arguments that mean the packed step, of which a mixer sees a part."""
+INPUTS = "inputs"
+"""Name of a state's last part, if it has the mixer's inputs since the last boundary."""
+
+
+def with_inputs(spec: CacheSpec, size: int, dtype: str) -> CacheSpec:
+    """``spec``, whose states have a chunk's inputs of ``size`` numbers a token, too."""
+
+    def widened(group: GroupSpec) -> GroupSpec:
+        state = group.attention
+        if not isinstance(state, RecurrentState):
+            return group
+        inputs = Part(INPUTS, (STATE_TOKENS, size), dtype)
+        return replace(group, attention=RecurrentState((*state.parts, inputs)))
+
+    return CacheSpec([widened(group) for group in spec.groups], layers=spec.layers)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The next tokens [start, end) of a step; the state after them goes to block ``target``."""
+    """The next tokens [start, end) of a step; the state after them goes to block ``target``.
+
+    ``is_kept``: they end at a boundary, so others may find it.
+    """
 
     start: int
     end: int
     target: int
+    is_kept: bool
 
 
 @dataclass(frozen=True)
 class StatesOfStep:
-    """A group's states in one step: what each entry goes on from (0: nothing), and its segments."""
+    """A group's states in one step: what each entry goes on from (0: nothing), and its segments.
+
+    ``before``: tokens of each entry's text before the step. ``unsound``: entries that have left a state which is not
+    finite where others may find it.
+    """
 
     source: list[int]
+    before: list[int]
     segments: list[list[Segment]]
+    unsound: set[int] = field(default_factory=set)
 
     @classmethod
     def from_step(cls, step: Any, group: GroupSpec) -> StatesOfStep:
         """``group``'s part of a scheduled step."""
-        found = step.group(group.name).states()
-        first = (step.query_start[:-1].astype("int64") - (step.seq_lens - _counts(step))).tolist()
-        segments: list[list[Segment]] = [[] for _ in first]
+        found, starts = step.group(group.name).states(), step.query_start.tolist()
+        before = (step.seq_lens - _counts(step)).tolist()
+        segments: list[list[Segment]] = [[] for _ in before]
         for k, end, target in zip(found.entry.tolist(), found.end.tolist(), found.target.tolist(), strict=True):
-            start = segments[k][-1].end if segments[k] else int(step.query_start[k])
-            segments[k].append(Segment(start, first[k] + end, target))
-        return cls(found.source.tolist(), segments)
+            start = segments[k][-1].end if segments[k] else starts[k]
+            segments[k].append(Segment(start, starts[k] + end - before[k], target, end % group.block_tokens == 0))
+        return cls(found.source.tolist(), before, segments)
 
 
 def _counts(step: Any) -> Any:
@@ -75,9 +106,13 @@ class Mixers:
     def __init__(self, model: torch.nn.Module) -> None:
         self.step: Any = None
         """The StepContext of the forward under way; None: the family's own forward."""
+        self.unsound: list[int] = []
+        """Entries of the last step that have left a state which is not finite where others may find it; ascending."""
         self.layers: set[int] = set()
         """Indices of the layers with one."""
+        self.modules: set[torch.nn.Module] = set()
         for module, argument in _mixers(model):
+            self.modules.add(module)
             self.layers.add(int(module.layer_idx))
             module.forward = _Mixer(self, module, argument)
 
@@ -118,7 +153,8 @@ class _Mixer:
         assert isinstance(state, RecurrentState)
         tensors, step = context.cache.state(name, index), context.states[name]
         call = _Call(self._inner, self._argument, state.parts, tensors, _others(kwargs))
-        out = _run(call, hidden_states, step)
+        run = _run_by_chunks if state.parts[-1].name == INPUTS else _run
+        out = run(call, hidden_states, step)
         context.mixed.append(self._layer)
         return out if call.rest is None else (out, *call.rest)
 
@@ -134,71 +170,137 @@ def _run(call: _Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
     if single:
         at = torch.tensor([step.segments[k][0].start for k in single], device=hidden.device)
         sources, targets = [step.source[k] for k in single], [step.segments[k][0].target for k in single]
-        made = call(hidden[0, at][:, None], sources, targets)
+        made, after = call(hidden[0, at][:, None], call.read(sources))
+        call.write(targets, after)
         for i, k in enumerate(single):
             outs[k] = made[i : i + 1]
+            if step.segments[k][0].is_kept and not _is_finite(state[i] for state in after):
+                step.unsound.add(k)
     for k, segments in enumerate(step.segments):
         if outs[k] is None:
             source, pieces = step.source[k], []
             for segment in segments:
-                pieces.append(call(hidden[:, segment.start : segment.end], [source], [segment.target]))
+                made, after = call(hidden[:, segment.start : segment.end], call.read([source]) if source else None)
+                call.write([segment.target], after)
+                pieces.append(made)
+                if segment.is_kept and not _is_finite(after):
+                    step.unsound.add(k)
                 source = segment.target
             outs[k] = torch.cat(pieces, 1)
     return torch.cat([out for out in outs if out is not None], 1)
 
 
+def _run_by_chunks(call: _Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
+    """The same, by chunks of the text; blocks have a chunk's inputs, too."""
+    outs: list[Tensor] = []
+    for k, segments in enumerate(step.segments):
+        source, at, row = step.source[k], step.before[k], segments[0].start
+        first = at // STATE_TOKENS * STATE_TOKENS
+        state = call.read([source]) if first else None
+        rows = hidden.new_zeros(1, STATE_TOKENS, hidden.shape[-1])
+        rows[0, : at - first] = call.inputs[source][: at - first]
+        while row < segments[-1].end:
+            count = min(first + STATE_TOKENS - at, segments[-1].end - row)
+            rows[0, at - first : at - first + count] = hidden[0, row : row + count]
+            whole = None
+            for segment in (segment for segment in segments if row < segment.end <= row + count):
+                if (known := at - first + segment.end - row) == STATE_TOKENS:
+                    whole = segment
+                elif segment.target == source and at > first:  # which has all but the newest inputs
+                    call.inputs[source][at - first : known] = rows[0, at - first : known]
+                else:
+                    call.write_unfinished(segment.target, state, rows[0, :known])
+            made, state = call(rows, state)  # the states before it are gone
+            outs.append(made[:, at - first : at - first + count])
+            if whole is not None:
+                call.write_unfinished(whole.target, state, rows[0, :0])
+                if whole.is_kept and not _is_finite(state):
+                    step.unsound.add(k)
+            at, row = at + count, row + count
+            if at == first + STATE_TOKENS:
+                first, rows = at, torch.zeros_like(rows)
+    return torch.cat(outs, 1)
+
+
+def _is_finite(states: Iterator[Tensor] | Sequence[Tensor]) -> bool:
+    return all(bool(state.isfinite().all()) for state in states)
+
+
+States = list[Tensor]
+"""Of some requests, their parts of a layer's state: [B, *part.shape] each, in the order of the parts."""
+
+
 class _Call:
-    """Calls of one mixer in one step."""
+    """Calls of one mixer in one step. What a call goes on from is overwritten by it."""
 
     def __init__(
         self, inner: Any, argument: str, parts: Sequence[Part], tensors: Sequence[Tensor], kwargs: dict[str, Any]
     ) -> None:
-        self._inner, self._argument, self._parts, self._tensors, self._kwargs = inner, argument, parts, tensors, kwargs
+        self._inner, self._argument, self._kwargs = inner, argument, kwargs
+        self.inputs = tensors[-1]
+        """[blocks, STATE_TOKENS, size], if states have them."""
+        own = len(parts) - (parts[-1].name == INPUTS)
+        self._parts, self._tensors = parts[:own], tensors[:own]
         self.rest: tuple[Any, ...] | None = None
         """What the family returns beside the output; None if that is not a tuple."""
 
-    def __call__(self, hidden: Tensor, sources: list[int], targets: list[int]) -> Tensor:
-        """The output of ``hidden`` [B, n, ...], which goes on from blocks ``sources``. The states go to ``targets``."""
-        seen = _Seen(self._parts, self._tensors, sources, hidden.dtype)
+    def __call__(self, hidden: Tensor, states: States | None) -> tuple[Tensor, States]:
+        """The output of ``hidden`` [B, n, ...], which goes on from ``states`` (None: from nothing), and those after."""
+        seen = _Seen(self._parts, states, hidden.dtype)
         out = self._inner(hidden, **{self._argument: seen}, **self._kwargs)
-        seen.write(targets)
         if isinstance(out, tuple):
             self.rest = (None,) * (len(out) - 1)
             out = out[0]
-        made: Tensor = out
-        return made
+        return out, seen.states()
+
+    def read(self, blocks: list[int]) -> States:
+        """The states in these blocks."""
+        at = torch.tensor(blocks, device=self._tensors[0].device)
+        return [tensor[at] for tensor in self._tensors]
+
+    def write(self, blocks: list[int], states: States) -> None:
+        """The states go to these blocks."""
+        at = torch.tensor(blocks, device=self._tensors[0].device)
+        for tensor, state in zip(self._tensors, states, strict=True):
+            tensor[at] = state
+
+    def write_unfinished(self, block: int, states: States | None, inputs: Tensor) -> None:
+        """The states at the last boundary, and the inputs [n, size] since then, go to ``block``."""
+        if states is not None:
+            self.write([block], states)
+        self.inputs[block, : len(inputs)] = inputs
+        self.inputs[block, len(inputs) :] = 0
 
 
 class _Seen:
-    """The cache of one call: what transformers' caches answer for one layer, from the states of ``sources``."""
+    """The cache of one call: what transformers' caches answer for one layer."""
 
-    def __init__(
-        self, parts: Sequence[Part], tensors: Sequence[Tensor], sources: list[int], dtype: torch.dtype
-    ) -> None:
-        """``sources``: blocks; all 0: nothing yet. ``dtype``: of the hidden states, which convolutions work in."""
+    def __init__(self, parts: Sequence[Part], states: States | None, dtype: torch.dtype) -> None:
+        """``states``: None: nothing yet. ``dtype``: of the hidden states, which convolutions work in."""
         from transformers.cache_utils import LinearAttentionLayer
 
-        self._parts, self._tensors = parts, tensors
+        self._parts = parts
+        self._dtypes = [getattr(torch, part.dtype) for part in parts]
         self._layer = layer = LinearAttentionLayer(number_of_states=1 + max(_number(part) for part in parts))
-        if sources[0] == 0:
-            return
-        for part, tensor in zip(parts, tensors, strict=True):
-            k, states = _number(part), tensor[torch.tensor(sources, device=tensor.device)]
+        for part, state in zip(parts, states or (), strict=bool(states)):
+            k = _number(part)
             layer.has_previous_state[k] = True
             if part.name.startswith("conv"):
-                layer.conv_states[k], layer.conv_kernel_size[k] = states.to(dtype), states.shape[-1]
+                layer.conv_states[k], layer.conv_kernel_size[k] = state.to(dtype), state.shape[-1]
                 layer.is_conv_states_initialized[k] = True
             else:
-                layer.recurrent_states[k] = states
+                layer.recurrent_states[k] = state
                 layer.is_recurrent_states_initialized[k] = True
 
-    def write(self, targets: list[int]) -> None:
-        """The states go to these blocks."""
-        for part, tensor in zip(self._parts, self._tensors, strict=True):
+    def states(self) -> States:
+        """Those after the call, in the parts' dtypes."""
+        found = []
+        for part, dtype in zip(self._parts, self._dtypes, strict=True):
             of = self._layer.conv_states if part.name.startswith("conv") else self._layer.recurrent_states
             made = of[_number(part)]
             assert made is not None
-            tensor[torch.tensor(targets, device=tensor.device)] = made.to(tensor.dtype)
+            found.append(made.to(dtype))
+        return found
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         has = self._layer.has_previous_state[state_idx]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from kvtier.geometry import capacity
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.layout import Layout
-from kvtier.geometry.sizing import layout_of, parse_bytes
+from kvtier.geometry.sizing import layout_of, parse_bytes, spare_blocks
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import text_config
@@ -81,7 +81,7 @@ def run(model: str | Path | Any, options: Options, tell: Callable[[str], object]
     """
     config = find_config(model) if isinstance(model, (str, Path)) else model
     spec = read_spec(config, options)
-    device, device_plan = _tier(spec, options.device_memory, "--device-memory")
+    device, device_plan = _tier(spec, options.device_memory, "--device-memory", spare_blocks(spec))
     has_host = parse_bytes(options.host_memory, "--host-memory") > 0
     host, host_plan = _tier(spec, options.host_memory, "--host-memory") if has_host else (None, None)
     store_bytes = _store_bytes(options, has_host)
@@ -142,9 +142,9 @@ def _store_bytes(options: Options, has_host: bool) -> int:
     return num_bytes
 
 
-def _tier(spec: CacheSpec, memory: str | int, setting: str) -> tuple[Layout, TierPlan]:
+def _tier(spec: CacheSpec, memory: str | int, setting: str, spare: Sequence[bool] = ()) -> tuple[Layout, TierPlan]:
     num_bytes = parse_bytes(memory, setting)
-    layout = layout_of(spec, num_bytes, setting)
+    layout = layout_of(spec, num_bytes, setting, spare)
     return layout, TierPlan(num_bytes, layout.slab_bytes, layout.num_slabs, capacity.longest(layout, spec))
 
 

@@ -53,12 +53,16 @@ class Engine:
         self.steps = self.segments = self.taken = 0
 
     def forward(self, step: Step) -> np.ndarray:
-        states = step.group("state").states()
-        assert len(states.source) == len(step.rows)
+        states = step.group("state").states(len(step.rows) + self.steps % 3)  # with null rows, as graphs have them
+        assert len(states.source) == len(step.rows) + self.steps % 3
         found = np.zeros(len(step.rows), np.int64)
         for k in range(len(step.rows)):
             self._entry(step, k, states, found)
-        self.segments += len(states.entry)
+        for k in range(len(step.rows), len(states.source)):
+            (i,) = np.flatnonzero(states.entry == k)
+            assert (int(states.source[k]), int(states.end[i])) == (0, 1)
+            self.write(int(states.target[i]), k)
+        self.segments += int((states.entry < len(step.rows)).sum())
         if self.has_full:
             self._full(step)
         return np.array([next_token(int(found[r])) for r in step.sample_rows], np.int64)
@@ -91,7 +95,6 @@ class Engine:
         return of_layers[0]
 
     def write(self, block: int, state: int) -> None:
-        assert block > 0
         for layer in range(self.cache.spec.group("state").num_layers):
             conv, recurrent = self.cache.state("state", layer)
             recurrent[block] = float(state + layer)

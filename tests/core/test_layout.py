@@ -101,3 +101,16 @@ def test_blocks_share_cells_exactly_where_they_share_bytes(layout: Layout) -> No
         for j in range(len(ids)):
             a, b = span(layout, *ids[i]), span(layout, *ids[j])
             assert bool(mine[i] & mine[j]) == (a[0] < b[1] and b[0] < a[1])
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout.of_slabs([48, 32], 5000, [False, True]), Layout.fixed([48, 32], [7, 9], [False, True])]
+)
+def test_a_spare_block_lies_inside_the_arena_and_on_no_other(layout: Layout) -> None:
+    assert layout.spare.tolist() == [False, True]
+    begin, end = span(layout, 1, int(layout.rows[1]))
+    assert end <= layout.num_bytes <= 5000
+    for g in range(2):
+        for b in range(int(layout.rows[g])):
+            low, high = span(layout, g, b)
+            assert high <= begin or low >= end

@@ -24,9 +24,11 @@ from kvtier import (
     Request,
     Scheduler,
     SlidingWindow,
+    Step,
     StepError,
 )
 from kvtier.geometry.capacity import full_blocks, held_blocks, peak_blocks
+from kvtier.gpu_pool.block_table import BlockTables
 
 PART = Part("recurrent0", (2, 3), "float32")
 
@@ -93,7 +95,7 @@ def test_parts_are_views_of_a_block_and_do_not_overlap() -> None:
     spec = spec_of(layers=3)
     with cache_of(spec, state=5) as cache:
         views = [part for layer in range(3) for part in cache.state("state", layer)]
-        assert [tuple(part.shape) for part in views] == [(6, 3), (6, 2, 2)] * 3
+        assert [tuple(part.shape) for part in views] == [(7, 3), (7, 2, 2)] * 3, "5, the null block, and a spare one"
         for n, part in enumerate(views):
             part[:] = n
         assert all(bool((part == n).all()) for n, part in enumerate(views))
@@ -328,3 +330,93 @@ def test_one_layer_of_state_alone_is_enough() -> None:
         engine = Engine(cache, Scheduler(cache, max_batched_tokens=16, max_running=1))
         served(engine, tokens(30))
         assert cache.audit() == []
+
+
+# --- what nobody may find -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_what_a_failed_request_has_computed_is_not_sealed_or_stored(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states are not finite: after a chunk of its prompt, at the prompt's end, after some tokens of its answer."""
+    text, names, seal = tokens(60), list[int](), BlockTables.seal
+    monkeypatch.setattr(BlockTables, "seal", lambda self, *args, **named: (names.append(1), seal(self, *args, **named)))
+    with cache_of(spec_of(8, 4)) as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=48, max_running=2)
+        engine = Engine(cache, scheduler)
+        scheduler.add(Request("a", text, 20))
+        for n in range(steps):
+            step = scheduler.schedule()
+            ids = engine.forward(step)
+            names.clear()
+            if n == steps - 1:
+                assert scheduler.fail("a")
+            reports = scheduler.commit(step, ids)
+            assert bool(names) is (n in (0, 1) and n < steps - 1)
+        assert [report.finish_reason for report in reports] == ["error"]
+        assert cache.stats().transfers.stored_blocks == 0 or steps > 1, "only what was sealed is stored"
+        assert served(engine, text) == [{"device": 0, "host": 0}]
+        assert cache.audit() == []
+
+
+def test_nor_is_the_end_of_a_sequence_that_an_engine_closes_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, seal = list[int](), BlockTables.seal
+    monkeypatch.setattr(BlockTables, "seal", lambda self, *args, **named: (names.append(1), seal(self, *args, **named)))
+    with cache_of(spec_of(8)) as cache:
+        manager = CacheManager(cache, max_batched_tokens=64, max_running=2)
+        for reason in ("stop", "error"):
+            sequence = manager.open(Request(reason, tokens(20, len(reason)), 9))
+            manager.match(sequence)
+            manager.start(sequence)
+            manager.commit(manager.plan([(sequence, 20)]), [1])
+            for _ in range(5):
+                manager.commit(manager.plan([(sequence, 1)]), [1])
+            names.clear()
+            assert manager.close(sequence, reason).finish_reason == reason
+            assert bool(names) is (reason == "stop")
+        assert cache.audit() == []
+
+
+@pytest.mark.parametrize("memory", [{"device_bytes": 20_000}, {"device_blocks": {"full": 20, "state": 8}}], ids=str)
+def test_rows_that_pad_a_step_write_to_a_block_that_is_in_no_pool(memory: dict[str, Any]) -> None:
+    """S8: never to block 0, from which nobody goes on, and never to another's."""
+    with KVCache(spec_of(8, 4), **memory) as cache:
+        scheduler = Scheduler(cache, max_batched_tokens=64, max_running=3)
+        engine = Engine(cache, scheduler)
+        for i in range(3):
+            scheduler.add(Request(f"{i}", tokens(20, i), 6))
+        spare = len(cache.state("state", 0)[0]) - 1
+        seen = set()
+
+        def look(step: Step) -> bool:
+            view = step.group("state")
+            states, mine = view.states(len(step.rows) + 2), view.states()
+            assert states.target[len(mine.target) :].tolist() == [spare, spare]
+            assert spare not in {*mine.target.tolist(), *mine.source.tolist()}
+            seen.update(states.target.tolist())
+            for rows in (len(step.rows) - 1, True, 1 << 40, "2"):
+                with pytest.raises(StepError):
+                    view.states(rows)
+            return True
+
+        reports = engine.run(look)
+        assert spare in seen and engine.steps > 4
+        assert [report.token_ids for report in sorted(reports, key=lambda report: report.request_id)] == [
+            text_of(tokens(20, i), 6) for i in range(3)
+        ]
+        for part in (part for layer in range(2) for part in cache.state("state", layer)):
+            assert bool((part[0] == 0).all()), "the null block is never written"
+            assert bool((part[spare] != 0).any())
+        held = cache.core.coordinator.pools
+        assert spare == held.layout.rows[1], "no pool has this block"
+        assert cache.audit() == []
+
+
+def test_a_cache_without_states_keeps_no_such_block() -> None:
+    full = CacheSpec([GroupSpec("full", FullAttention(), 1, 1, 2, "float32", 4)])
+    with KVCache(full, device_blocks={"full": 5}) as cache:
+        assert cache.arenas[0].num_bytes == 6 * full.groups[0].block_bytes
+    with KVCache(spec_of(8, 4), device_blocks={"full": 5, "state": 3}, host_blocks={"full": 5, "state": 3}) as cache:
+        each = [group.block_bytes for group in cache.spec.groups]
+        assert [arena.num_bytes for arena in cache.arenas] == [6 * each[0] + 5 * each[1], 6 * each[0] + 4 * each[1]]

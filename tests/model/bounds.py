@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .tiny import SPEC, Config
+from .tiny import Config
 
 
 def preemption_bounds(config: Config) -> list[int]:
@@ -28,7 +28,7 @@ def _preemptions(config: Config, order: Sequence[int]) -> list[int]:
     out, total = [0] * len(order), 0
     for r in order:
         out[r] = total
-        blocks = sum(-(-config.limits[r] // group.block_tokens) for group in SPEC.groups)
+        blocks = sum(-(-config.limits[r] // group.block_tokens) for group in config.spec.groups)
         total += (2 + out[r]) * (1 + blocks)
     return out
 
@@ -43,7 +43,7 @@ def step_bound(config: Config, unfinished: Iterable[str]) -> int:
     waits for one of these transfers, or takes note of one or of a request that has ended. With a store, each request
     asks it four times at most, and fetches once; each text is spilled at two boundaries, in an object each.
     """
-    p, groups = preemption_bounds(config), len(SPEC.groups)
+    p, groups = preemption_bounds(config), len(config.spec.groups)
     ids = [int(name[1:]) for name in unfinished]
     computing = sum((1 + p[i]) * (config.limits[i] - 1) for i in ids)
     changes = computing + sum(3 + p[i] for i in ids) + 2 * sum(config.device) + 1

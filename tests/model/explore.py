@@ -25,7 +25,7 @@ from kvtier.cpu_offload.transfer import Direction
 
 from .bounds import preemption_bounds, step_bound
 from .snapshot import forget_shared, freeze, name_of, thaw
-from .tiny import Action, Config, Happened, World, watched
+from .tiny import STATES, Action, Config, Happened, World, watched
 
 
 class Kind(IntFlag):
@@ -324,6 +324,7 @@ def _judge(graph: Graph, result: Result) -> None:
 
 DISTINCT, STEM, EQUAL = ((1, 2, 3), (4, 5, 6)), ((1, 2, 3), (1, 2, 7)), ((1, 2, 3), (1, 2, 3))
 ALONE = ((1, 2, 3, 4, 5), (7, 8, 9))
+PARTING, LATER = ((1, 2, 3, 4, 5), (1, 2, 6)), ((1, 2, 3, 4, 5, 6, 7), (1, 2, 3, 4, 9))
 WARM = ((1, 2, 3, 4, 5), (1, 2, 3, 7, 8))
 LOADED = {"warm": WARM[0], "prompts": WARM, "new": (1, 1)}
 NOTHING: frozenset[str] = frozenset()
@@ -345,6 +346,8 @@ def _one_tier() -> list[Config]:
         c("one tier, distinct", (4, 4, 4), new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, equal prompts", (4, 4, 4), prompts=EQUAL, new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, shared stem, a token a step", (4, 3, 2), prompts=STEM, batch=1, can=_only("abort", "cancel")),
+        c("states, parting", (6, 4), prompts=PARTING, batch=5, can=_only("cancel"), spec=STATES),
+        c("states, longer", (7, 4), prompts=LATER, new=(3, 3), batch=5, can=_only("abort", "cancel"), spec=STATES),
         c("one tier, second first, one row", (4, 4, 4), priorities=(1, 0), rows=1, can=_only("abort", "cancel")),
         c("one tier, second first", (3, 3, 3), priorities=(1, 0), new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, outgrows the pool", (2, 2, 2), new=(4, 3), can=_only("abort", "cancel")),

@@ -71,8 +71,9 @@ class Preemption:
 def _held(coordinator: Coordinator | Room, rows: Sequence[int], g: int) -> list[list[int]]:
     """The blocks of group g that each of these rows holds."""
     t = coordinator.tables.arrays
-    spans = [(row_at(t.geometry, g, r), *t.span[r, g]) for r in rows]
-    return [t.table[at + lo : at + hi].tolist() for at, lo, hi in spans]
+    spans = [(row_at(t.geometry, g, r), *t.span[r, g, :2]) for r in rows]
+    held = [t.table[at + lo : at + hi] for at, lo, hi in spans]
+    return [blocks[blocks > 0].tolist() for blocks in held]  # states have gaps
 
 
 def _count(

@@ -256,7 +256,8 @@ def _running(world: World, seq: Tracked, device: _Namer, rank: dict[int, int]) -
     held = []
     for g in range(len(device.meta)):
         lo, hi = int(t.lo[g, r]), int(t.hi[g, r])
-        held.append((lo, [device.of(g, b) for b in tables.table(g)[r, :hi].tolist()]))
+        partings = t.span[r, g, 2:].tolist()
+        held.append((lo, [device.of(g, b) for b in tables.table(g)[r, :hi].tolist()], partings))
     return (
         *_tracked(world, seq, rank),
         (phase, computed, int(t.total[r]), int(t.limit[r]), int(t.publish[r]), t.superseded[r].tolist(), decoding),

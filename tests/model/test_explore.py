@@ -22,6 +22,7 @@ from kvtier.coordinator.roster import Roster
 from kvtier.coordinator.scheduler import Scheduler
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.ledger import Ledger
+from kvtier.gpu_pool.exports import Exports
 from kvtier.pools.block_pool import BlockPools, Mark
 from kvtier.remote.tier import RemoteTier
 
@@ -85,6 +86,28 @@ def test_with_a_store_behind_the_host_tier_all_is_well_too(name):
     assert result.states > 150
     assert 0 < result.longest <= result.bound
     assert (result.loading > 0) == ("spills" not in name), "what was fetched is loaded"
+
+
+@pytest.mark.parametrize("name", sample(["states, parting", "states, longer"], ["states, parting"]))
+def test_with_states_all_is_well_too(name):
+    result = explored(name)
+    assert (result.violations, result.whole) == ([], True)
+    assert result.states > (3000 if name == "states, longer" else 100)
+    assert 0 < result.longest <= result.bound
+
+
+def test_a_state_that_goes_to_the_null_block_is_found(monkeypatch):
+    """S3: so the explorer looks at what steps do with states."""
+    own = Exports.states
+
+    def broken(*args):
+        states = own(*args)
+        states.target[:-1] = 0
+        return states
+
+    monkeypatch.setattr(Exports, "states", broken)
+    found = explore(CONFIGURATIONS["states, parting"]).violations
+    assert any("S3" in violation for violation in found)
 
 
 @breadth

@@ -14,7 +14,18 @@ from unittest.mock import patch
 import inside
 import numpy as np
 
-from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
+from kvtier import (
+    CacheSpec,
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    KVCache,
+    Part,
+    RecurrentState,
+    Request,
+    Scheduler,
+    SlidingWindow,
+)
 from kvtier.coordinator.tracked import State
 from kvtier.cpu_offload import store_queue
 from kvtier.cpu_offload.transfer import TransferState
@@ -30,8 +41,14 @@ SPEC = CacheSpec(
     GroupSpec(name, attention, 1, 1, 4, block_tokens=BLOCK_TOKENS)
     for name, attention in (("full", FullAttention()), ("win", SlidingWindow(3)), ("chunk", ChunkedLocal(4)))
 )
+STATES = CacheSpec(
+    [
+        GroupSpec("full", FullAttention(), 1, 1, 4, block_tokens=BLOCK_TOKENS),
+        GroupSpec("state", RecurrentState((Part("recurrent0", (4,), "float32"),)), 1, block_tokens=BLOCK_TOKENS),
+    ]
+)
 Action = tuple[Any, ...]
-Blocks = tuple[int, int, int]
+Blocks = tuple[int, ...]
 MOST_STEPS_TO_REST = 20
 
 
@@ -40,7 +57,7 @@ class Config:
     """What is explored: two requests, pools, and what the surroundings may do to them."""
 
     name: str
-    device: Blocks  # usable blocks of the full, window and chunk group
+    device: Blocks  # usable blocks of each group
     host: Blocks | None = None
     store: str = "eager"
     prompts: tuple[tuple[int, ...], ...] = ((1, 2, 3), (4, 5, 6))
@@ -55,6 +72,7 @@ class Config:
     shelf: bool = False  # a remote tier
     stored: tuple[int, ...] | None = None  # a prompt that the store has at the beginning, and nobody else
     can: frozenset[str] = frozenset({"bad"})  # of abort, cancel, bad, expire
+    spec: CacheSpec = SPEC
 
     @property
     def limits(self) -> list[int]:
@@ -94,9 +112,9 @@ class World:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        names = SPEC.names
+        names = config.spec.names
         self.cache = KVCache(
-            SPEC,
+            config.spec,
             device="meta",
             device_blocks=dict(zip(names, config.device, strict=True)),
             host_blocks=dict(zip(names, config.host, strict=True)) if config.host else None,
@@ -254,6 +272,8 @@ class World:
         young = {s.request.request_id for s in scheduler.running} - self.advanced
         self.step = scheduler.schedule()
         happened.tokens = self.step.num_tokens
+        if self.config.spec == STATES and self.step.num_tokens:
+            self.step.group("state").states()  # built, so that the audit looks at it
         running = {s.request.request_id: s for s in scheduler.running}
         wrong += [
             f"I9: the load of {name} has landed, but it does not run"
@@ -333,7 +353,7 @@ class World:
         tokens = len(next(r for r in self.requests if r.request_id == name).prompt_token_ids) + num_generated
         pools = inside.pools(self.cache)
         have = pools.usable - pools.column(Col.QUARANTINED)
-        return all(g.peak_blocks(tokens) <= n for g, n in zip(SPEC.groups, have.tolist(), strict=True))
+        return all(g.peak_blocks(tokens) <= n for g, n in zip(self.config.spec.groups, have.tolist(), strict=True))
 
     def _commit(self, happened: Happened) -> None:
         step, self.step = self.step, None

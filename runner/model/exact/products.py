@@ -149,7 +149,8 @@ def _addmm(weights: Weights, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return bias + weights.times(x, weight.t())
 
 
-def _bmm(weights: Weights, x: Tensor, weight: Tensor) -> Tensor:
+def bmm(weights: Weights, x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, m, K] times ``weight`` [B, K, n]."""
     return torch.stack([weights.times(rows, each.t()) for rows, each in zip(x, weight, strict=True)])
 
 
@@ -162,6 +163,6 @@ _PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.mm: _matmul,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
-    torch.bmm: _bmm,
-    Tensor.bmm: _bmm,
+    torch.bmm: bmm,
+    Tensor.bmm: bmm,
 }

@@ -1,4 +1,4 @@
-"""A trial at load: are the bits of K, V and logits the same however a text is cut, and whoever runs beside it?
+"""A trial at load: are the bits of K, V, states and logits the same however a text is cut, and whoever runs beside it?
 
 Owns       the steps that are compared, and which modules are computed in the exact way (``products``). They call
            elementwise functions, or multiply with weights and are no packed linear layer, or the trial finds them.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kvtier.machine.errors import NotExact
-from runner.model.exact.products import Weights, callers, exactly, needs_it
+from runner.model.exact.products import Weights, bmm, callers, exactly, needs_it
 from runner.model.selfcheck import scratch_cache, step_of
 
 _ROWS = 401, 101, 64, 13, 7, 3, 1, 1
@@ -50,12 +52,15 @@ def make_exact(model: Any) -> None:
     """Makes ``model``, a HybridModel of the exact attention, exact. Raises ``NotExact`` if its bits still differ."""
     if hasattr(model.model, "set_experts_implementation") and any(map(_has_experts, model.model.modules())):
         model.model.set_experts_implementation("eager")  # others compute all experts in one product
-    weights, done = Weights(model.model.parameters()), set[type]()
+    absorbed = [matrices for of in model.latents.values() for matrices in (of.keys, of.values)]
+    weights, done = Weights([*model.model.parameters(), *absorbed]), set[type]()
+    for layer, of in model.latents.items():
+        model.latents[layer] = replace(of, times=partial(bmm, weights))
     with callers(model.model) as calling:
         for step, cache in _steps(model, _Run("", (((0, _LEAST),),))):
             model.forward(step, cache)
     for module in model.model.modules():
-        if needs_it(module) or module in calling:
+        if (needs_it(module) or module in calling) and module not in model.mixers.modules:  # whose calls are all alike
             done.add(type(module))
             module.forward = exactly(module.forward, weights)
     for _ in range(_ROUNDS):
@@ -81,7 +86,7 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _difference(model: Any) -> _Found | None:
-    """The first module that does not keep its bits; None if K, V and logits of all runs are the same."""
+    """The first module that does not keep its bits; None if K, V, states and logits of all runs are the same."""
     first, *others = runs(model)
     expected = _outcome(model, first)
     for run in others:
@@ -120,12 +125,12 @@ def _steps(model: Any, run: _Run) -> Iterator[tuple[Any, Any]]:
 
 
 def _outcome(model: Any, run: _Run) -> list[Tensor]:
-    """K and V of the text in each layer, and the logits of its last token."""
+    """K and V of the text in each layer, its last state, and the logits of its last token."""
     for step, cache in _steps(model, run):
         logits = model.forward(step, cache)
     tokens = run.steps[-1][0][1]
     kv = [x[1 : 1 + tokens].float() for x in cache.all_kv()]
-    return [*kv, logits[0]]
+    return [*kv, *cache.all_states(tokens), logits[0]]
 
 
 def _blame(model: Any, first: _Run, run: _Run) -> _Found:

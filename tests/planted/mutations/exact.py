@@ -44,4 +44,29 @@ MUTATIONS = (
         "served/exact",
         ("service._named", "model.exact", "False"),
     ),
+    mutation(
+        "an_exact_state_goes_on_token_by_token",
+        "I24",
+        "what was decoded first and is prefilled later has other bits",
+        "families/states served/exact",
+        ("runner.model.states._Mixer.__call__", "state.parts[-1].name == INPUTS", "state.parts[-1].name == ''"),
+    ),
+    mutation(
+        "an_unfinished_chunk_forgets_its_inputs",
+        "I24",
+        "a decode goes on from the last boundary as if nothing was since then",
+        "families/states served/exact",
+        (
+            "_Call.write_unfinished",
+            "self.inputs[block, : len(inputs)] = inputs",
+            "self.inputs[block, : len(inputs)] = 0",
+        ),
+    ),
+    mutation(
+        "an_unfinished_chunk_keeps_the_state_of_the_block_s_last_owner",
+        "I24",
+        "after a boundary a request goes on from another one's state",
+        "families/states served/exact",
+        ("_Call.write_unfinished", "states is not None", "states is not None and not len(inputs)"),
+    ),
 )
