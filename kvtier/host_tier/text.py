@@ -159,14 +159,23 @@ class HostText:
         self.drop()
         return ticket
 
+    def part(self, boundary: int) -> None:
+        """Others are known to part from the text at this boundary: the blocks of hits there are stored as it passes."""
+        self._course.branches.add(whole(boundary, "boundary"))
+
+    @property
+    def next_parting(self) -> int:
+        """The last boundary at which others are known to part from it and whose blocks it has not stored; 0: none."""
+        return max(self._course.branches, default=0)
+
     # --- what is given ----------------------------------------------------------------------------
 
     def computed(self, tables: Sequence[Ids], end: int, is_end: bool = False) -> None:
         """The engine has computed the tokens up to ``end``: plans the stores of blocks that other requests may ask for.
 
         ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
-        groups store their full blocks. Window and chunk groups store the blocks of hits at the boundaries of parting
-        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Full
+        groups store their full blocks. Window, chunk and state groups store the blocks of hits at the boundaries of
+        parting prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Full
         groups then store earlier blocks that had found no room. Blocks that the tier has already count as used again.
         The next ``poll`` submits the stores.
         """
@@ -235,9 +244,16 @@ class HostText:
         groups, at, blocks = map(np.concatenate, zip(*found, strict=True))
         there = blocks >= 0
         if not there.all():
+            self._use_states(groups[~there], at[~there])
             groups, at, blocks = groups[there], at[there], blocks[there]
         self._parts.check_blocks(groups, blocks)
         return groups, at, blocks
+
+    def _use_states(self, groups: Ids, at: Int64s) -> None:
+        """The engine has gone on from states, but does not say where they lie: the tier's copies were used."""
+        are_states = np.array([group.attention.kind is Kind.STATE for group in self._parts.spec.groups])[groups]
+        if are_states.any():
+            self._parts.stores.touch(groups[are_states], self._names(groups[are_states], at[are_states]))
 
     def _store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
         """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from kvtier.geometry.outside import OutsideGroup
     from kvtier.host_tier.plan import HostPlan
 
+GPU_WORD = 16
+"""Bytes: what a GPU's copies come in."""
 HASH_BYTES = 16
 """Of vLLM's block hashes: a key of 128 bits."""
 
 REASONS = {
-    "MambaSpec": "keeps a recurrent state instead of keys and values",
     "CrossAttentionSpec": "attends to an encoder",
     "EncoderOnlyAttentionSpec": "attends in both directions",
     "SinkFullAttentionSpec": "has blocks of sink tokens that belong to no prompt",
@@ -54,8 +55,13 @@ class Geometry:
             for g in self.groups
         )
         full = sum(g.block_bytes / g.block_tokens for g in self.groups if not g.attention.span_tokens)
-        room = f"room for about {int(plan.layout.num_bytes / full):,} tokens" if full else "windows only"
+        room = f"room for about {int(plan.layout.num_bytes / full):,} tokens" if full else "windows or states only"
         return f"{plan.layout.num_bytes:,} bytes of host memory a worker, {workers} worker(s), {room}; groups {groups}"
+
+    @property
+    def states(self) -> frozenset[int]:
+        """The numbers of the groups that keep recurrent states."""
+        return frozenset(g for g, group in enumerate(self.groups) if group.attention.kind.name == "STATE")
 
     @property
     def hash_tokens(self) -> int:
@@ -83,7 +89,7 @@ def geometry_of(config: Any) -> Geometry:
     for g, group in enumerate(config.kv_cache_groups):
         specs = _layer_specs(group)
         kind = _attention(group.layer_names[0], next(iter(specs.values())))
-        pages = {layer: int(spec.page_size_bytes) for layer, spec in specs.items()}
+        pages = {layer: _page_bytes(spec) for layer, spec in specs.items()}
         if len(set(pages.values())) > 1:
             raise UnsupportedModel(
                 f"the layers of group {g} have pages of {sorted(set(pages.values()))} bytes, of which vLLM tells its "
@@ -97,7 +103,7 @@ def geometry_of(config: Any) -> Geometry:
                 "block in one piece: set VLLM_KV_CACHE_LAYOUT=LBHNC in the environment, or another attention backend"
             )
         fragments = tuple(Fragment(*places[layer], page) for layer in group.layer_names)
-        name = f"{g}:{_word(kind)}"
+        name = f"{g}:{_word(kind, next(iter(specs.values())))}"
         groups.append(OutsideGroup(name, kind, group.kv_cache_spec.block_size, config.num_blocks, fragments))
     sizes = {int(tensor.size) for tensor in config.kv_cache_tensors}
     if len(sizes) != 1:
@@ -117,6 +123,30 @@ def _layer_specs(group: Any) -> dict[str, Any]:
     return dict.fromkeys(group.layer_names, spec)
 
 
+def _page_bytes(spec: Any) -> int:
+    """Bytes of a layer's block that mean something. A state lies at the beginning of a page as large as those of K and
+    V."""
+    page = int(spec.page_size_bytes)
+    if type(spec).__name__ != "MambaSpec":
+        return page
+    return min(page, -(-int(spec.real_page_size_bytes) // GPU_WORD) * GPU_WORD)
+
+
+def _state(layer: str, spec: Any) -> Any:
+    """The kind of a layer that keeps a state. Raises ``UnsupportedModel``."""
+    from kvtier.geometry.spec import Part, RecurrentState
+
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedModel(
+            f"layer {layer!r} keeps its states in mode {spec.mamba_cache_mode!r}, in which a block is not the state at "
+            "its end: kvtier's connector needs --mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedModel(f"layer {layer!r} keeps states of tokens that speculative decoding may take back")
+    shapes = zip(spec.shapes, spec.dtypes, strict=True)
+    return RecurrentState(tuple(Part(f"{n}", tuple(shape), dtype) for n, (shape, dtype) in enumerate(shapes)))
+
+
 def _attention(layer: str, spec: Any) -> Any:
     """The attention kind of a layer's spec. Raises ``UnsupportedModel``."""
     from kvtier.geometry.spec import ChunkedLocal, FullAttention, SlidingWindow
@@ -127,6 +157,7 @@ def _attention(layer: str, spec: Any) -> Any:
         "MLAAttentionSpec": FullAttention,
         "SlidingWindowSpec": lambda: SlidingWindow(spec.sliding_window),
         "ChunkedLocalAttentionSpec": lambda: ChunkedLocal(spec.attention_chunk_size),
+        "MambaSpec": lambda: _state(layer, spec),
     }
     if name not in makes:
         reason = REASONS.get(name, "is of a kind that kvtier does not know")
@@ -138,9 +169,11 @@ def _attention(layer: str, spec: Any) -> Any:
     return makes[name]()
 
 
-def _word(kind: Any) -> str:
-    """Of an attention kind: "full", "window-1024", "chunk-8192"."""
+def _word(kind: Any, spec: Any) -> str:
+    """Of an attention kind: "full", "window-1024", "chunk-8192", "state-mamba2"."""
     word: str = kind.kind.name.lower()
+    if word == "state":  # an enum, of a name
+        return f"{word}-{str(getattr(spec.mamba_type, 'name', spec.mamba_type)).lower()}"
     return f"{word}-{kind.span_tokens}" if kind.span_tokens else word
 
 
