@@ -7,6 +7,7 @@ all of kvtier, are as they are.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 
@@ -24,9 +25,9 @@ def give_mamba2_its_states() -> None:
     def scan(
         x: Any,
         dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
+        a: Any,
+        b: Any,
+        c: Any,
         chunk_size: int,
         out: Any,
         return_intermediate_states: bool = False,
@@ -38,18 +39,16 @@ def give_mamba2_its_states() -> None:
     ) -> Any:
         """Chunk by chunk, if the states at their ends are asked for."""
         if not return_intermediate_states:
-            return whole(
-                x, dt, A, B, C, chunk_size, out, initial_states=initial_states, cu_seqlens=cu_seqlens, **more
-            )
+            return whole(x, dt, a, b, c, chunk_size, out, initial_states=initial_states, cu_seqlens=cu_seqlens, **more)
         ends, starts, states, sequence, state = cu_chunk_seqlens.tolist(), cu_seqlens.tolist(), [], 0, None
-        for first, end in zip(ends, ends[1:], strict=False):
+        for first, end in pairwise(ends):
             while sequence + 1 < len(starts) - 1 and first >= starts[sequence + 1]:
                 sequence += 1
             if first == starts[sequence]:
                 state = None if initial_states is None else initial_states[sequence : sequence + 1]
             cut = slice(first, end)
             of = torch.tensor([0, end - first], dtype=torch.int32)
-            given = x[cut], dt[cut], A, B[cut], C[cut], chunk_size, out[cut]
+            given = x[cut], dt[cut], a, b[cut], c[cut], chunk_size, out[cut]
             state = whole(*given, initial_states=state, cu_seqlens=of, **more)
             states.append(state)
         return torch.cat(states)
@@ -76,3 +75,36 @@ def give_mamba2_its_states() -> None:
     mamba_ssm._mamba_chunk_scan_combined_fwd_cpu = scan
     if hasattr(ssd_combined, "_mamba_chunk_scan_combined_fwd"):
         ssd_combined._mamba_chunk_scan_combined_fwd = scan
+
+
+def do_without_torchvision() -> None:
+    """Qwen3.5's module has its images' too, and these import torchvision, which text does not need."""
+    import sys
+    from types import ModuleType
+
+    from vllm import ModelRegistry
+
+    def anything(what: str) -> type:
+        if what.startswith("__"):
+            raise AttributeError(what)
+        return type(what, (), {})
+
+    parts = "torchvision.transforms.v2.functional".split(".")
+    names = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        module.__path__ = []
+        module.__getattr__ = anything  # type: ignore[method-assign]
+        if "." in name:
+            setattr(modules[name.rpartition(".")[0]], name.rpartition(".")[2], module)
+    if "torchvision" in sys.modules:
+        return
+    sys.modules.update(modules)
+    try:
+        from vllm.model_executor.models import qwen3_5
+    finally:
+        for name in names:
+            del sys.modules[name]
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        if hasattr(qwen3_5, name):
+            ModelRegistry.register_model(name, getattr(qwen3_5, name))

@@ -53,7 +53,8 @@ def drawn(rnd: random.Random, num: int, most: int = 300) -> list[Tokens]:
     found: list[Tokens] = []
     for _ in range(num):
         stem = rnd.choice([*STEMS, *found[-8:]])
-        found.append((stem[: rnd.randrange(32, len(stem) + 1)] + prompt(rnd.randrange(6), rnd.randrange(1, most)))[:1500])
+        shared = stem[: rnd.randrange(32, len(stem) + 1)]
+        found.append((shared + prompt(rnd.randrange(6), rnd.randrange(1, most)))[:1500])
     return found
 
 
@@ -68,8 +69,10 @@ def send(
     resets: float = 0.02,
     most: int = 6,
 ) -> Seen:
-    """Sends so many requests. A tenth of the clients leaves, some ask for three texts, some are more urgent than others;
-    ``resets``: the chance, in each step, that a cache is reset. ``each`` is called in each step."""
+    """Sends so many requests. Some clients leave, some ask for three texts, some are more urgent than others.
+
+    ``resets``: the chance, in each step, that a cache is reset. ``each`` is called in each step.
+    """
     rnd, seen, wanted, asked = random.Random(seed), Seen(), dict[str, tuple[int, int]](), 0
     preemptions = engine.preemptions
     while asked < requests or wanted:

@@ -206,7 +206,8 @@ class FakeEngine:
             return count
         if end < known and end // UNIT * UNIT > start:
             end = end // UNIT * UNIT
-        stops = ((start // UNIT + 1) * UNIT if start % UNIT else 0, (request.num_tokens - 1) // UNIT * UNIT, request.shared_prefix_boundary)
+        whole = (start // UNIT + 1) * UNIT if start % UNIT else 0
+        stops = whole, (request.num_tokens - 1) // UNIT * UNIT, request.shared_prefix_boundary
         return min([end, *(stop for stop in stops if start < stop < end)]) - start
 
     def offer(self, request: Request, end: int) -> None:

@@ -199,7 +199,8 @@ class Worker:
                 if self.engine.kinds[g] == "state" and source != target:
                     table = request.tables[g]
                     for layer in range(LAYERS):
-                        self.row(layer, table[target].block_id)[:STATE] = self.row(layer, table[source].block_id)[:STATE]
+                        row = self.row(layer, table[target].block_id)
+                        row[:STATE] = self.row(layer, table[source].block_id)[:STATE]
 
     def compute_state(self, g: int, request: Request, start: int, end: int) -> None:
         """Judges the state that the step goes on from, and writes the one that it ends with."""
