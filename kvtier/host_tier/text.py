@@ -34,14 +34,17 @@ BlocksOf = Callable[[int, Int64s], Ids]
 class HostText:
     """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens.
 
-    No two keys are equal. Close each text: until then its hit stays held.
+    No two keys are equal; ``are_distinct``: that need not be looked at. Close each text: until then its hit stays held.
     """
 
-    def __init__(self, parts: HostParts, keys: KeyArray, with_remote: bool = True) -> None:
+    def __init__(
+        self, parts: HostParts, keys: KeyArray, with_remote: bool = True, are_distinct: bool = False
+    ) -> None:
         self._parts = parts
         self._with_remote = flag(with_remote, "with_remote")
         self._sought: Question | None = None  # what it has asked the remote
-        self._keys = joined_keys(NO_KEYS, keys)
+        self._are_distinct = flag(are_distinct, "are_distinct")
+        self._keys = joined_keys(NO_KEYS, keys, are_distinct)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
         parts.num_texts += 1
@@ -54,7 +57,7 @@ class HostText:
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
-        self._keys = joined_keys(self._keys, keys)
+        self._keys = joined_keys(self._keys, keys, self._are_distinct)
 
     # --- what is there ----------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def do_without_torchvision() -> None:
             raise AttributeError(what)
         return type(what, (), {})
 
-    parts = "torchvision.transforms.v2.functional".split(".")
+    parts = ["torchvision", "transforms", "v2", "functional"]
     names = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     modules = {name: ModuleType(name) for name in names}
     for name, module in modules.items():

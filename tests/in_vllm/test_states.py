@@ -1,7 +1,7 @@
-"""Models with recurrent states, in vLLM's mode "align": texts are the cold texts, and controls show that they need not be.
+"""Models with recurrent states, in vLLM's mode "align": texts are the cold texts. Controls show that they need not be.
 
-Models in bfloat16 round otherwise in each batch: where the two likeliest tokens lie close together, texts part without a
-connector too. How close is measured first, by the same requests with an empty host tier.
+Models in bfloat16 round otherwise in each batch: where the two likeliest tokens lie close together, texts part without
+a connector too. How close is measured first, by the same requests with an empty host tier.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class TrackedRequest:
         count = len(hashes) // self._stride
         if self._text is None or count < self._num_keys:
             self.close()
-            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_remote)
+            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_remote, are_distinct=True)
             self._num_keys = count
         elif count > self._num_keys:
             self._text.extend(keys_of(hashes, self._num_keys, self._stride))

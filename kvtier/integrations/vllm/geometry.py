@@ -179,11 +179,11 @@ def _word(kind: Any, spec: Any) -> str:
 
 def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:
     """Keys from key ``first`` on, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
-    chosen = hashes[(first + 1) * stride - 1 :: stride]
+    chosen = hashes[(first + 1) * stride - 1 :: stride] if first or stride > 1 else hashes
     if not chosen:
         return np.empty((0, 2), np.uint64)
-    whole = np.frombuffer(b"".join(chosen), np.uint8).reshape(len(chosen), -1)
-    return np.ascontiguousarray(whole[:, :HASH_BYTES]).view(np.uint64)
+    a_hash = np.dtype({"names": ["key"], "formats": [f"V{HASH_BYTES}"], "itemsize": len(chosen[0])})
+    return np.frombuffer(b"".join(chosen), a_hash)["key"].copy().view(np.uint64).reshape(-1, 2)
 
 
 def device_memory(config: Any, caches: dict[str, torch.Tensor]) -> torch.Tensor:
