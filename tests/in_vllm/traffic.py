@@ -11,7 +11,7 @@ from driving import Answer, Engine, Tokens, prompt
 
 TIE = 0.07
 """In bfloat16: two of a step's tokens whose logprobs lie within it may change places, as they do from batch to batch
-without a connector. It is two steps of a logit of 8, or one of 16. Logprobs that are seen to move by more allow more."""
+without a connector: two steps of a logit of 8, or one of 16. Logprobs that are seen to move by more allow more."""
 
 
 @dataclass
