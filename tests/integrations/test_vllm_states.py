@@ -55,6 +55,14 @@ def test_random_requests_read_only_what_was_written(monkeypatch, seed, faults, w
     assert engine.loads + engine.preemptions > 3
 
 
+@pytest.mark.parametrize("seed", [3, 6])
+def test_model_runner_v2_begins_new_states_before_anybody_is_asked(monkeypatch, seed):
+    """Stores that are so late read what it has written; these seeds found it. With V1's order they are ordered."""
+    faults, memory = Faults(max_delay_s=6.0), [6_000, 20_000][seed % 2]
+    engine = FakeEngine(HYBRID, 34, 1, seed, faults, settings={"v2": True}, host_memory=memory)
+    random_requests(engine, seed, 60, monkeypatch)
+
+
 def served(kinds: tuple[str, ...] = HYBRID, size: int = 59, **options: Any) -> tuple[FakeEngine, list[int]]:
     """An engine with a text in the host tier alone."""
     engine = FakeEngine(kinds, 50, host_memory=40_000, **options)
