@@ -61,7 +61,7 @@ def hit_of(name: str) -> int:
 
 def traffic(engine: Engine, requests: int = REQUESTS, num_tokens: int = 40, **options: Any) -> Seen:
     """Random requests, whose right texts were computed one by one; what they have shown."""
-    prompts = drawn(random.Random(3), 40)
+    prompts = drawn(random.Random(3), max(16, min(40, requests // 4)))
     colds = [engine.cold(tokens, num_tokens) for tokens in prompts]
     engine.reset()
     tie = 0.0

@@ -162,7 +162,7 @@ def facts_of(config: Any, num_blocks: int, caches: Mapping[str, Any]) -> str:
 
 
 def _of_states() -> list[str]:
-    """How convolutions' states lie within a page, which vLLM reads from the environment."""
+    """How convolutions' states lie within a page, which the environment says (VLLM_SSM_CONV_STATE_LAYOUT)."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     return [str(get_conv_state_layout())]
