@@ -187,14 +187,3 @@ def test_two_batches_under_way(opened: Callable[..., Engine], monkeypatch: pytes
     seen = traffic(engine, 100, resets=0.0)
     assert seen.wrong == [] and seen.counts["loaded"] > 10
     engine.check_nothing_is_held()
-
-
-def test_two_ranks_with_a_share_of_each_state(opened: Callable[..., Engine]) -> None:
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    engine = opened("falconh1", engine=two, copy_engine=None)
-    cold = engine.cold(prompt(1, SIZE))
-    engine.ask([prompt(1, SIZE)])
-    engine.forget_device()
-    (answer,) = engine.ask([prompt(1, SIZE)])
-    assert (answer.ids, answer.loaded) == (cold.ids, hit_of("falconh1"))
-    engine.check_nothing_is_held()
