@@ -19,6 +19,9 @@ from models import HYBRIDS
 from test_async import SCHEDULER
 from traffic import TIE, Seen, drawn, send
 
+from kvtier.integrations.vllm import geometry, settings
+from kvtier.machine.errors import UnsupportedModel
+
 SIZE = 700
 REQUESTS = 300
 ROUNDED = ("qwen3next", "qwen35")
@@ -161,16 +164,20 @@ def by_place(engine: Engine) -> None:
     side._keep_state = keep_state
 
 
-@pytest.mark.parametrize("from_places", [False, True], ids=["offered", "control: by place"])
-def test_hashes_finer_than_blocks(opened: Callable[..., Engine], from_places: bool) -> None:
-    """vLLM keeps states within a block then: places in its table are no boundaries any more."""
+def test_hashes_finer_than_blocks_are_refused(opened: Callable[..., Engine]) -> None:
+    with pytest.raises(UnsupportedModel, match="leave --prefix-match-unit out"):
+        opened("granite4", engine={"prefix_match_unit": 32})
+
+
+def test_control_states_by_their_place_give_other_texts(
+    opened: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hashes finer than blocks, which are let in here, places in vLLM's table are no boundaries."""
+    for module in (geometry, settings):
+        monkeypatch.setattr(module, "check_finer_hashes", lambda *given: None)
     engine = opened("granite4", engine={"prefix_match_unit": 32})
-    if from_places:
-        by_place(engine)
-    seen = traffic(engine, 150)
-    assert seen.counts["loaded"] > 10
-    assert (seen.wrong == []) is not from_places
-    engine.check_nothing_is_held()
+    by_place(engine)
+    assert len(traffic(engine, 150).wrong) > 5
 
 
 def test_chunks_that_are_shorter_than_a_block(opened: Callable[..., Engine]) -> None:

@@ -241,6 +241,8 @@ def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
             prefix_caching_hash_algo=changes.get("hashes", "sha256"),
             cache_dtype=changes.get("cache_dtype", "auto"),
             mamba_cache_mode=changes.get("mamba_cache_mode", "align"),
+            prefix_match_unit=changes.get("prefix_match_unit"),
+            block_size=UNIT,
         ),
         model_config=SimpleNamespace(
             model=changes.get("model", "no/folder"),

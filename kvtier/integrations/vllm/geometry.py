@@ -112,7 +112,18 @@ def geometry_of(config: Any) -> Geometry:
     unit = int(np.gcd.reduce([group.block_tokens for group in groups]))
     if unit % hash_block:
         raise UnsupportedModel(f"vLLM names every {hash_block} tokens, but blocks share multiples of {unit} only")
+    if any(group.attention.kind.name == "STATE" for group in groups):
+        check_finer_hashes(hash_block, unit)
     return Geometry(tuple(groups), sizes.pop(), unit // hash_block)
+
+
+def check_finer_hashes(hash_tokens: int, block_tokens: int) -> None:
+    """Of models with states. Raises ``UnsupportedModel`` if vLLM keeps states within blocks (ADR 46)."""
+    if hash_tokens != block_tokens:
+        raise UnsupportedModel(
+            f"vLLM matches prefixes every {hash_tokens} tokens, finer than its blocks of {block_tokens}, and then "
+            "keeps recurrent states within blocks, as kvtier's connector does not: leave --prefix-match-unit out"
+        )
 
 
 def _layer_specs(group: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kvtier.integrations.vllm.geometry import check_finer_hashes
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
@@ -188,6 +189,9 @@ def check_model(config: Any) -> None:
             f"layers of this model keep a recurrent state, and mamba_cache_mode is {mode!r}, in which a block is not "
             "the state at its end; kvtier's connector needs align, which vLLM takes with prefix caching"
         )
+    finer = getattr(config.cache_config, "prefix_match_unit", None)
+    if mode == "align" and finer is not None:
+        check_finer_hashes(finer, config.cache_config.block_size)
     if is_mla and config.parallel_config.world_size > 1:
         raise UnsupportedModel(
             f"with MLA (multi-head latent attention) each of {config.parallel_config.world_size} ranks has the same "
