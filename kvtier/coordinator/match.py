@@ -233,7 +233,7 @@ class Matcher:
         )
         first = [max(group.attention.first_visible(n), start) // group.block_tokens for group in spec.groups]
         counts = [max(0, n // group.block_tokens - at) for group, at in zip(spec.groups, first, strict=True)]
-        parts = [slice(at, at + count) for at, count in zip(room, counts, strict=False)]
+        parts = [slice(at, at + count) for at, count in zip(room, counts, strict=False)] if n > start else [slice(0)]
         return Match(
             num_tokens=int(n),
             full_tokens=int(full),

@@ -38,6 +38,8 @@ NAMES = 1 << 20
 """Places for the names of their prefixes, 8 bytes each; a newer name may take an older one's place."""
 NUMBER = np.uint64((1 << 24) - 1)
 """The part of a place that is its text's number; the rest is the name's."""
+LOOK = 256
+"""Units of a prompt that are looked up first. Of a text that was used lately, newer ones have taken few names."""
 BINS_PER_OCTAVE = 4
 FADES = 0.99
 """The weight of the past after each request: some hundred count."""
@@ -160,11 +162,13 @@ class Returns:
     def known(self, keys: KeyArray) -> Before:
         """What a request with these keys has in common with an earlier text."""
         highs = keys[self._links - 1 :: self._links, 1]
-        found = self._places[(highs % np.uint64(NAMES)).astype(np.int64)]
-        age = (np.uint64(self._count) - (found & NUMBER)) & NUMBER
-        known = np.flatnonzero((found & ~NUMBER == highs & ~NUMBER) & (age > 0) & (age <= min(TEXTS, self._count)))
-        if not len(known):
-            return NOTHING
+        for first in (highs[:LOOK], highs) if len(highs) > 2 * LOOK else (highs,):  # a new prompt is soon seen to be
+            found = self._places[(first % np.uint64(NAMES)).astype(np.int64)]
+            age = (np.uint64(self._count) - (found & NUMBER)) & NUMBER
+            is_known = (found & ~NUMBER == first & ~NUMBER) & (age > 0) & (age <= min(TEXTS, self._count))
+            known = np.flatnonzero(is_known)
+            if not len(known):
+                return NOTHING
         units = int(known[-1]) + 1
         text = self._count - int(age[units - 1])
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, Kind, SlidingWindow
+from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, Kind, RecurrentState, SlidingWindow
 from kvtier.geometry.sizing import MOST_BYTES
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
@@ -29,8 +29,8 @@ class OutsideGroup:
     """Layers with one attention kind, as the engine lays their blocks out.
 
     Block b of ``num_blocks``, from 0 on, holds whatever the engine keeps for ``block_tokens`` consecutive tokens in
-    these layers: the tier sees bytes. It consists of its ``fragments``, one per layer for instance. Each fragment lies
-    at its own ``offset + b * stride`` in the engine's memory.
+    these layers, of a ``RecurrentState`` the state at their end: the tier sees bytes. It consists of its ``fragments``,
+    one per layer for instance. Each fragment lies at its own ``offset + b * stride`` in the engine's memory.
     """
 
     name: str
@@ -58,9 +58,10 @@ class OutsideSpec:
         self.names = tuple(names)
         self.groups = tuple(map(_plain, groups))
         for group in self.groups:
-            if not isinstance(group.attention, (FullAttention, SlidingWindow, ChunkedLocal)):
+            if not isinstance(group.attention, (FullAttention, SlidingWindow, ChunkedLocal, RecurrentState)):
                 raise ConfigError(
-                    f"group {group.name!r}: attention must be FullAttention, SlidingWindow or ChunkedLocal"
+                    f"group {group.name!r}: attention must be FullAttention, SlidingWindow, ChunkedLocal or "
+                    "RecurrentState"
                 )
             if group.attention.kind is Kind.CHUNK and group.attention.span_tokens % group.block_tokens:
                 raise ConfigError(f"group {group.name!r}: a block must not straddle two chunks")
@@ -68,6 +69,12 @@ class OutsideSpec:
         """Tokens per key: the gcd of the groups' block_tokens."""
         self.hit_tokens = math.lcm(*(group.block_tokens for group in groups))
         """A hit is a multiple of it: the lcm of the groups' block_tokens."""
+        for group in self.groups:
+            if group.attention.kind is Kind.STATE and group.block_tokens != self.hit_tokens:
+                raise ConfigError(
+                    f"group {group.name!r}: states are kept where hits end, at multiples of {self.hit_tokens:,} "
+                    f"tokens; its block_tokens is {group.block_tokens:,}"
+                )
 
 
 def _plain(group: OutsideGroup) -> OutsideGroup:

@@ -132,10 +132,13 @@ class HostBooks:
         """Tokens per key."""
         return self.spec.hash_tokens
 
-    def text(self, keys: KeyArray, with_remote: bool = True) -> HostText:
-        """Follows a token sequence of these keys. ``with_remote``: whether the remote may have it, if there is one."""
+    def text(self, keys: KeyArray, with_remote: bool = True, are_distinct: bool = False) -> HostText:
+        """Follows a token sequence of these keys. ``with_remote``: whether the remote may have it, if there is one.
+
+        ``are_distinct``: the keys are links of a cryptographic chain, so that no two are equal; else that is looked at.
+        """
         self._parts.check_open()
-        return HostText(self._parts, keys, with_remote)
+        return HostText(self._parts, keys, with_remote, are_distinct)
 
     def estimate_compute(self, seconds: ComputeSeconds) -> None:
         """``seconds(start, end)``: how long tokens of a prompt take to compute; None, or an error: nobody knows.

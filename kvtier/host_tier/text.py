@@ -34,14 +34,17 @@ BlocksOf = Callable[[int, Int64s], Ids]
 class HostText:
     """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens.
 
-    No two keys are equal. Close each text: until then its hit stays held.
+    No two keys are equal; ``are_distinct``: that need not be looked at. Close each text: until then its hit stays held.
     """
 
-    def __init__(self, parts: HostParts, keys: KeyArray, with_remote: bool = True) -> None:
+    def __init__(
+        self, parts: HostParts, keys: KeyArray, with_remote: bool = True, are_distinct: bool = False
+    ) -> None:
         self._parts = parts
         self._with_remote = flag(with_remote, "with_remote")
         self._sought: Question | None = None  # what it has asked the remote
-        self._keys = joined_keys(NO_KEYS, keys)
+        self._are_distinct = flag(are_distinct, "are_distinct")
+        self._keys = joined_keys(NO_KEYS, keys, are_distinct)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
         parts.num_texts += 1
@@ -54,7 +57,7 @@ class HostText:
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
-        self._keys = joined_keys(self._keys, keys)
+        self._keys = joined_keys(self._keys, keys, self._are_distinct)
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -159,14 +162,23 @@ class HostText:
         self.drop()
         return ticket
 
+    def part(self, boundary: int) -> None:
+        """Others are known to part from the text at this boundary: the blocks of hits there are stored as it passes."""
+        self._course.branches.add(whole(boundary, "boundary"))
+
+    @property
+    def next_parting(self) -> int:
+        """The last boundary at which others are known to part from it and whose blocks it has not stored; 0: none."""
+        return max(self._course.branches, default=0)
+
     # --- what is given ----------------------------------------------------------------------------
 
     def computed(self, tables: Sequence[Ids], end: int, is_end: bool = False) -> None:
         """The engine has computed the tokens up to ``end``: plans the stores of blocks that other requests may ask for.
 
         ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
-        groups store their full blocks. Window and chunk groups store the blocks of hits at the boundaries of parting
-        prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Full
+        groups store their full blocks. Window, chunk and state groups store the blocks of hits at the boundaries of
+        parting prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Full
         groups then store earlier blocks that had found no room. Blocks that the tier has already count as used again.
         The next ``poll`` submits the stores.
         """
@@ -235,9 +247,16 @@ class HostText:
         groups, at, blocks = map(np.concatenate, zip(*found, strict=True))
         there = blocks >= 0
         if not there.all():
+            self._use_states(groups[~there], at[~there])
             groups, at, blocks = groups[there], at[there], blocks[there]
         self._parts.check_blocks(groups, blocks)
         return groups, at, blocks
+
+    def _use_states(self, groups: Ids, at: Int64s) -> None:
+        """The engine has gone on from states, but does not say where they lie: the tier's copies were used."""
+        are_states = np.array([group.attention.kind is Kind.STATE for group in self._parts.spec.groups])[groups]
+        if are_states.any():
+            self._parts.stores.touch(groups[are_states], self._names(groups[are_states], at[are_states]))
 
     def _store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
         """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room

@@ -55,11 +55,14 @@ def block_ids(values: object) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(array, np.int32)
 
 
-def joined_keys(known: KeyArray, more: object) -> KeyArray:
-    """The ``known`` keys of a text and those that follow them, uint64 [n, 2]. No two may be equal."""
+def joined_keys(known: KeyArray, more: object, are_distinct: bool = False) -> KeyArray:
+    """The ``known`` keys of a text and those that follow them, uint64 [n, 2]. No two may be equal, which is looked at
+    unless ``are_distinct``."""
     if not isinstance(more, np.ndarray) or more.dtype != np.uint64 or more.ndim != 2 or more.shape[1] != 2:
         raise InvalidRequest("keys must be uint64 [n, 2]")
     keys = np.concatenate([known, np.asarray(more)])
+    if are_distinct:
+        return keys
     first, n = keys[:, 0], len(known)
     ordered = np.sort(first[n:])  # np.unique takes four times as long
     alike = (ordered[1:] == ordered[:-1]).any() or (n and np.isin(first[:n], first[n:]).any())

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.geometry.keys import KeyChain, encoded_fields
+from kvtier.geometry.kinds import Attention, RecurrentState
 from kvtier.geometry.outside import OutsideSpec
 from kvtier.geometry.roles import Places
 from kvtier.geometry.spec import CacheSpec
@@ -77,6 +78,7 @@ def outside_namespace(model_id: str, spec: OutsideSpec, secret: bytes, plan: Seq
             group.attention.span_tokens,
             group.block_tokens,
             [fragment.num_bytes for fragment in group.fragments],
+            *_parts(group.attention),
         ]
         for group in spec.groups
     ]
@@ -89,6 +91,12 @@ def outside_namespace(model_id: str, spec: OutsideSpec, secret: bytes, plan: Seq
         ("order", sys.byteorder),
         ("plan", list(plan)),
     )
+
+
+def _parts(attention: Attention) -> list[list[object]]:
+    """Of states: the tensors that a block consists of."""
+    parts = attention.parts if isinstance(attention, RecurrentState) else ()
+    return [[part.name, list(part.shape), part.dtype] for part in parts]
 
 
 def of_worker(namespace: bytes, rank: int, workers: int) -> bytes:

@@ -87,7 +87,7 @@ class Plan:
         return {g.name: self._peak(g) + len(self.prompts) * self._most_left(g) for g in self.spec.groups}
 
     def ample(self) -> Blocks:
-        """One running request, and every block of every prompt's text: nothing goes, whatever is named and goes first."""
+        """One running request, and every block of every prompt's text: nothing goes, whatever is named."""
         whole = {g.name: -(-self._end // g.block_tokens) for g in self.spec.groups}
         return {g.name: self._peak(g) + len(self.prompts) * whole[g.name] for g in self.spec.groups}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ class Answer:
     """Tokens that vLLM asked the connector to load, all tries together."""
     reached: int
     """The furthest token that a load has brought; 0 without one."""
+    gaps: list[float] = field(default_factory=list)
+    """By how much each token was likelier than the next best one, in logprobs."""
+    others: list[Tokens] = field(default_factory=list)
+    """The other texts of a request for several."""
 
     @property
     def on_device(self) -> int:
@@ -141,14 +145,24 @@ class Engine:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def add(self, tokens: Tokens, num_tokens: int) -> str:
-        """A request for ``num_tokens`` tokens; its name."""
+    def add(self, tokens: Tokens, num_tokens: int, n: int = 1, priority: int = 0) -> str:
+        """A request for ``n`` texts of ``num_tokens`` tokens; its name."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         self._names += 1
         name = f"r{self._names}"
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=1)
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        greedy = {"temperature": 0.0} if n == 1 else {"temperature": 1.0, "top_k": 1}  # of 0.0 vLLM takes n = 1 only
+        params = SamplingParams(
+            n=n,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **greedy,
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
         return name
 
     def step(self) -> dict[str, Answer]:
@@ -158,8 +172,17 @@ class Engine:
     def _answer(self, output: Any) -> Answer:
         text = output.outputs[0]
         logprobs = [next(iter(of.values())).logprob for of in text.logprobs or ()]
+        best = [sorted(one.logprob for one in of.values())[-2:] for of in text.logprobs or ()]
         name, cached = _given(output.request_id), output.num_cached_tokens or 0
-        return Answer(list(text.token_ids), logprobs, cached, self._loaded.get(name, 0), self._reached.get(name, 0))
+        return Answer(
+            list(text.token_ids),
+            logprobs,
+            cached,
+            self._loaded.get(name, 0),
+            self._reached.get(name, 0),
+            [second - first for first, second in best],
+            [list(other.token_ids) for other in output.outputs[1:]],
+        )
 
     def run(self, timeout_s: float = 300.0) -> dict[str, Answer]:
         """Steps until no request is left."""

@@ -5,6 +5,11 @@ groups, which share memory; blocks behind a window are taken out of the table (i
 others' in the same step; a request that waits for a load keeps its blocks until the worker has spoken; it is looked at
 before those that hold nothing, and loads only if all that hold blocks can still end; everything between scheduler and
 workers is pickled. Content follows from the block hashes, so each read can be judged.
+
+Recurrent states are kept as in vLLM's mode "align": a table has the block of the last boundary and the one that is
+written to; steps of a prompt end where blocks do; states are kept, and offered to the connector, at a prompt's last
+boundary and where it is known to part from others. Offers are not taken back if their request gives way in the same
+step, as vLLM's documentation warns.
 """
 
 from __future__ import annotations
@@ -91,6 +96,8 @@ class FakeEngine:
         self.done: dict[str, Request] = {}
         self.hits = Counter[str]()  # tokens by the tier that has brought them, as vLLM counts them
         self.nans: dict[int, int] = {}  # by length of text, NaNs in the logits of the next token of whoever has it
+        self.has_states = "state" in kinds
+        self.offers: dict[str, list[tuple[int, int, int]]] = {}
         self.wrong = self.loads = self.failures = self.preemptions = self.steps = 0
 
     # --- as a client sees it ------------------------------------------------------------------------
@@ -142,6 +149,7 @@ class FakeEngine:
             if request not in self.running:
                 continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
+            count = self.cut(request, request.num_computed_tokens, count)
             if count <= 0:
                 continue
             added = self.grow(request, request.num_computed_tokens + count)
@@ -160,6 +168,7 @@ class FakeEngine:
                 break
             grown[request.request_id] = added
             scheduled[request.request_id], budget = count, budget - count
+            self.offer(request, request.num_computed_tokens + count)
         for request in [] if was_preempted else sorted(self.waiting, key=lambda request: not request.tables):
             if budget <= 0 or len(self.running) >= self.max_running:
                 break
@@ -177,6 +186,7 @@ class FakeEngine:
                 (resumed.add if request.status == "preempted" else new.append)(request.request_id)
                 request.status = "running"
                 scheduled[request.request_id], budget = count, budget - count
+                self.offer(request, request.num_computed_tokens + count)
         output = self.output(scheduled, new, resumed, grown, preempted)
         check_call("build_connector_meta", output)
         message = pickle.dumps(self.connector.build_connector_meta(output))
@@ -189,8 +199,30 @@ class FakeEngine:
         answers = [worker.run(message, forward, finished) for worker in self.workers]
         self.update(forward, answers)
 
+    def cut(self, request: Request, start: int, count: int) -> int:
+        """As ``_mamba_block_aligned_split``: how many of ``count`` tokens the step computes."""
+        end, known = start + count, max(request.num_prompt_tokens, request.num_tokens - 1)
+        if not self.has_states or count <= 0 or start >= known:
+            return count
+        if end < known and end // UNIT * UNIT > start:
+            end = end // UNIT * UNIT
+        whole = (start // UNIT + 1) * UNIT if start % UNIT else 0
+        stops = whole, (request.num_tokens - 1) // UNIT * UNIT, request.shared_prefix_boundary
+        return min([end, *(stop for stop in stops if start < stop < end)]) - start
+
+    def offer(self, request: Request, end: int) -> None:
+        """The step leaves a state after ``end`` tokens; if it is kept, the connector may have it."""
+        if end not in (last_boundary(request), request.shared_prefix_boundary) or not end or end % UNIT:
+            return
+        for g, kind in enumerate(self.kinds):
+            if kind == "state":
+                request.kept.add(end)
+                block = request.tables[g][end // UNIT - 1]
+                self.offers.setdefault(request.request_id, []).append((g, block.block_id, end))
+
     def output(self, scheduled: Any, new: Any, resumed: Any, grown: Any, preempted: set[str]) -> Any:
         """vLLM's ``SchedulerOutput``, as far as connectors read it."""
+        offers, self.offers = self.offers, {}
         cached = [name for name in scheduled if name not in new]
         ids = lambda name: tuple([b.block_id if b else 0 for b in table] for table in self.requests[name].tables)  # noqa: E731
         return SimpleNamespace(
@@ -212,6 +244,7 @@ class FakeEngine:
             finished_req_ids=set(self.finished_ids),
             new_block_ids_to_zero=self.zeroed,
             kv_cache_block_copies=None,
+            kv_connector_block_state=SimpleNamespace(boundary_state_offloads=offers),
         )
 
     def drop_skipped(self, request: Request, computed: int) -> None:
@@ -227,23 +260,34 @@ class FakeEngine:
         """Blocks up to token ``end`` in every group; None, and nothing taken, if there are too few."""
         self.drop_skipped(request, request.num_computed_tokens)
         lacking = [max(0, -(-end // size) - len(t)) for size, t in zip(self.sizes, request.tables, strict=True)]
-        if sum(lacking) > len(self.pool.free):
+        gaps = [count - 1 if kind == "state" and count else 0 for kind, count in zip(self.kinds, lacking, strict=True)]
+        if sum(lacking) - sum(gaps) > len(self.pool.free):
             return None
         added: tuple[list[int], ...] = tuple([] for _ in lacking)
-        for table, count, ids in zip(request.tables, lacking, added, strict=True):
-            blocks = [self.pool.take() for _ in range(count)]
+        for table, count, skipped, ids in zip(request.tables, lacking, gaps, added, strict=True):
+            blocks = [None] * skipped + [self.pool.take() for _ in range(count - skipped)]
             table += blocks
-            ids += [block.block_id for block in blocks]
+            ids += [block.block_id if block else 0 for block in blocks]
         return added
 
     def local_hit(self, request: Request) -> int:
-        """Tokens in the prefix cache of all groups; at least one is left."""
+        """Tokens in the prefix cache of all groups; at least one is left.
+
+        If those with keys and values alone have more, the prompt parts from another one there.
+        """
+        hit = self.hit_of(request, self.kinds)
+        full = self.hit_of(request, tuple(kind for kind in self.kinds if kind != "state")) if self.has_states else hit
+        request.shared_prefix_boundary = full if full > hit else 0
+        return hit
+
+    def hit_of(self, request: Request, kinds: tuple[str, ...]) -> int:
         unit = int(np.lcm.reduce(self.sizes))
         hit = (request.num_tokens - 1) // unit * unit
         while hit:
             wanted = [
                 (g, request.block_hashes[(j + 1) * size // UNIT - 1])
                 for g, (kind, size) in enumerate(zip(self.kinds, self.sizes, strict=True))
+                if kind in kinds
                 for j in range(first_visible(kind, hit) // size, hit // size)
             ]
             if all(key in self.pool.cached for key in wanted):
@@ -264,7 +308,7 @@ class FakeEngine:
             assert is_async is (ext > 0)
             assert local + ext < request.num_tokens
         computed = request.num_computed_tokens or local + ext
-        count = 0 if ext else min(request.num_tokens - computed, budget)
+        count = 0 if ext else self.cut(request, computed, min(request.num_tokens - computed, budget))
         tables = request.tables or [
             [
                 None
@@ -280,6 +324,7 @@ class FakeEngine:
             [j for j in range(len(table), -(-(computed + count) // size)) if j >= first]
             for table, size, first in zip(tables, self.sizes, skipped, strict=True)
         ]
+        lacking = [js[-1:] if kind == "state" else js for kind, js in zip(self.kinds, lacking, strict=True)]
         unused = sum(block.ref_cnt == 0 for block in hit)
         taken = sum(map(len, lacking)) + unused
         if taken > len(self.pool.free) or (ext and not self.can_all_end(request, taken)):
@@ -326,7 +371,7 @@ class FakeEngine:
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that it holds at most for the tokens that it has."""
-        total, see = request.num_tokens, {"window": 10, "chunk": 8}
+        total, see = request.num_tokens, {"window": 10, "chunk": 8, "state": 1}
         seen = [(size, see.get(kind, total) + self.chunk) for kind, size in zip(self.kinds, self.sizes, strict=True)]
         return sum(-(-min(total, tokens + size) // size) for size, tokens in seen)
 
@@ -342,12 +387,15 @@ class FakeEngine:
             request.num_computed_tokens = 0
             self.give_back(request)
         else:
+            request.kept.add(request.num_computed_tokens)
             self.cache_blocks(request, request.num_computed_tokens)
         return True
 
     def cache_blocks(self, request: Request, computed: int) -> None:
         for g, size in enumerate(self.sizes):
             for j in range(min(computed, len(request.block_hashes) * UNIT) // size):
+                if self.kinds[g] == "state" and (j + 1) * size not in request.kept:
+                    continue
                 block, key = request.tables[g][j], (g, request.block_hashes[(j + 1) * size // UNIT - 1])
                 if block is not None and block.key is None and key not in self.pool.cached:
                     block.key, self.pool.cached[key] = key, block
@@ -359,6 +407,11 @@ class FakeEngine:
     def preempt(self, request: Request) -> None:
         self.preemptions += 1
         self.running.remove(request)
+        for end in request.kept:  # an offer of this step, which is not taken back
+            for g, (kind, table) in enumerate(zip(self.kinds, request.tables, strict=True)):
+                block = table[end // UNIT - 1] if kind == "state" and end // UNIT <= len(table) else None
+                if block:
+                    self.offers.setdefault(request.request_id, []).append((g, block.block_id, end))
         self.give_back(request)
         request.num_computed_tokens, request.status = 0, "preempted"
         self.waiting.insert(0, request)
@@ -433,6 +486,11 @@ class FakeEngine:
         """The books are sound, and every block is somebody's."""
         assert self.books.audit() == []
         assert self.wrong == 0
+
+
+def last_boundary(request: Request) -> int:
+    """Where the same prompt would hit."""
+    return (request.num_prompt_tokens - 1) // UNIT * UNIT
 
 
 def stems(seed: int, count: int = 3, most: int = 60) -> list[list[int]]:

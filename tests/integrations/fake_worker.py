@@ -22,6 +22,8 @@ from kvtier.integrations.vllm import connector as connector_module  # noqa: E402
 
 UNIT = 4
 LAYERS, PAGE = 2, 32
+STATE = 16
+"""Bytes of a page that a layer's state takes: what lies behind is nobody's."""
 TICK_S = 0.001
 POISON = 0xEE
 ROLES = connector_module.KVConnectorRole
@@ -37,14 +39,26 @@ SPECS = {
     "chunk": lambda: spec_class("ChunkedLocalAttentionSpec")(
         block_size=UNIT, page_size_bytes=PAGE, attention_chunk_size=8
     ),
+    "state": lambda: spec_class("MambaSpec")(
+        block_size=UNIT,
+        page_size_bytes=PAGE,
+        real_page_size_bytes=STATE,
+        shapes=((4,), (2, 1)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_cache_mode="align",
+        mamba_type="gdn_attention",
+        num_speculative_blocks=0,
+    ),
     "wide": lambda: spec_class("FullAttentionSpec")(block_size=2 * UNIT, page_size_bytes=PAGE),
 }
 
 
 def first_visible(kind: str, position: int) -> int:
-    """The first token that ``position`` sees, by the definitions of the three kinds."""
+    """The first token that ``position`` sees, by the definitions of the kinds; of a state, the last token in it."""
     if kind == "window":
         return max(0, position - 10 + 1)
+    if kind == "state":
+        return max(0, position - 1)
     return position // 8 * 8 if kind == "chunk" else 0
 
 
@@ -94,7 +108,8 @@ class Request:
         self.status = "waiting"
         self.tables: list[list[Block | None]] = []
         self.block_hashes: list[bytes] = []
-        self.cached_tokens = 0
+        self.cached_tokens = self.shared_prefix_boundary = 0
+        self.kept: set[int] = set()  # boundaries whose states vLLM's prefix cache has, or will have after the step
         self.extend_hashes()
 
     @property
@@ -137,11 +152,22 @@ class Worker:
         seed = b"%d/%d/%d/" % (group, layer, self.rank) + block_hash
         return np.frombuffer(hashlib.blake2b(seed, digest_size=PAGE).digest(), np.uint8)
 
+    def state(self, group: int, layer: int, request: Request, num_tokens: int) -> np.ndarray:
+        """After so many tokens of the request."""
+        name = hashlib.sha256(repr(request.tokens[:num_tokens]).encode()).digest()
+        if num_tokens % UNIT == 0:
+            name = request.block_hashes[num_tokens // UNIT - 1]
+        return self.content(group, layer, name)[:STATE]
+
     def run(self, message: bytes, forward: list[tuple[Request, int, int]], finished: set[str]) -> tuple[Any, ...]:
         connector, meta = self.connector, pickle.loads(message)
+        if self.engine.config.use_v2_model_runner:  # it has begun new states before anybody is asked
+            self.begin_states(forward)
         check_call("handle_preemptions", meta)
         connector.handle_preemptions(meta)
         connector.bind_connector_metadata(meta)
+        if not self.engine.config.use_v2_model_runner:
+            self.begin_states(forward)
         for request, start, end in forward:
             self.compute(request, start, end)
         check_call("start_load_kv", None)
@@ -160,12 +186,35 @@ class Worker:
         for ticket, (_, end) in ends.items():
             load = self.loads.pop(ticket, None)
             if load is not None and end.error:
-                for block in load.device[slice(None) if end.bad is None else end.bad].tolist():
-                    assert not any(self.row(layer, block).any() for layer in range(LAYERS)), "something was left"
+                bad = slice(None) if end.bad is None else end.bad
+                for g, block in zip(load.groups[bad].tolist(), load.device[bad].tolist(), strict=True):
+                    size = STATE if self.engine.kinds[g] == "state" else PAGE
+                    assert not any(self.row(layer, block)[:size].any() for layer in range(LAYERS)), "something was left"
+
+    def begin_states(self, forward: list[tuple[Request, int, int]]) -> None:
+        """The block that a request's step ends in begins with the state that it goes on from."""
+        for request, start, end in forward:
+            for g in range(len(self.engine.kinds)) if start else ():
+                source, target = (start - 1) // UNIT, (end - 1) // UNIT
+                if self.engine.kinds[g] == "state" and source != target:
+                    table = request.tables[g]
+                    for layer in range(LAYERS):
+                        row = self.row(layer, table[target].block_id)
+                        row[:STATE] = self.row(layer, table[source].block_id)[:STATE]
+
+    def compute_state(self, g: int, request: Request, start: int, end: int) -> None:
+        """Judges the state that the step goes on from, and writes the one that it ends with."""
+        for layer in range(LAYERS):
+            row = self.row(layer, request.tables[g][(end - 1) // UNIT].block_id)[:STATE]
+            self.engine.wrong += start > 0 and not np.array_equal(row, self.state(g, layer, request, start))
+            row[:] = self.state(g, layer, request, end)
 
     def compute(self, request: Request, start: int, end: int) -> None:
         """Judges what the tokens from ``start`` on can see, and writes their own."""
         for g, kind in enumerate(self.engine.kinds):
+            if kind == "state":
+                self.compute_state(g, request, start, end)
+                continue
             size = self.engine.sizes[g]
             stride, table = size // UNIT, request.tables[g]
             for j in range(first_visible(kind, start) // size, start // size):
@@ -191,6 +240,9 @@ def vllm_config(extra: dict[str, Any], workers: int = 1, **changes: Any) -> Any:
             enable_prefix_caching=changes.get("prefix_caching", True),
             prefix_caching_hash_algo=changes.get("hashes", "sha256"),
             cache_dtype=changes.get("cache_dtype", "auto"),
+            mamba_cache_mode=changes.get("mamba_cache_mode", "align"),
+            prefix_match_unit=changes.get("prefix_match_unit"),
+            block_size=UNIT,
         ),
         model_config=SimpleNamespace(
             model=changes.get("model", "no/folder"),

@@ -21,6 +21,7 @@ EVENTS = "vllm.distributed.kv_events"
 UTILS = "vllm.v1.core.kv_cache_utils"
 HASHING = "vllm.utils.hashing"
 DISTRIBUTED = "vllm.distributed"
+STATES = "vllm.model_executor.layers.mamba.mamba_utils"
 SOURCES = "vllm.v1.metrics.cache_hit_source"
 
 
@@ -108,6 +109,7 @@ def install() -> None:
         },
         HASHING: {"get_hash_fn_by_name": lambda name: name},
         SOURCES: {"CacheHitSource": CacheHitSource},
+        STATES: {"get_conv_state_layout": lambda: "SD"},
         DISTRIBUTED: {"get_tensor_model_parallel_rank": lambda: 0},
         "vllm": {"__version__": "0.32.0"},
     }

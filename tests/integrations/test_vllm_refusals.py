@@ -33,8 +33,27 @@ REFUSED = {
         UnsupportedModel,
         "each of 2 ranks.*same latent",
     ),
-    "states": ({"model_fields": {"is_hybrid": True}}, {}, {}, UnsupportedModel, "keep a recurrent state"),
-    "states alone": ({"model_fields": {"is_attention_free": True}}, {}, {}, UnsupportedModel, "keep a recurrent state"),
+    "states": (
+        {"model_fields": {"is_hybrid": True}, "mamba_cache_mode": "all"},
+        {},
+        {},
+        UnsupportedModel,
+        "mamba_cache_mode is 'all'.*needs align",
+    ),
+    "states alone": (
+        {"model_fields": {"is_attention_free": True}, "mamba_cache_mode": "none"},
+        {},
+        {},
+        UnsupportedModel,
+        "mamba_cache_mode is 'none'.*needs align",
+    ),
+    "finer hashes": (
+        {"model_fields": {"is_hybrid": True}, "prefix_match_unit": 2},
+        {},
+        {},
+        UnsupportedModel,
+        "every 2 tokens.*leave --prefix-match-unit out",
+    ),
     "encoder": ({"model_fields": {"is_encoder_decoder": True}}, {}, {}, UnsupportedModel, "attends to an encoder"),
     "speculative": ({"speculative": object()}, {}, {}, UnsupportedModel, "speculative decoding"),
     "pipeline": ({"parallel": {"pipeline_parallel_size": 2}}, {}, {}, ConfigError, "pipeline_parallel_size=2"),
@@ -54,7 +73,15 @@ REFUSED = {
     "copy engine": ({}, {"copy_engine": "teleport"}, {}, ConfigError, "copy_engine must be 'threads', 'cuda'"),
     "deadline": ({}, {"deadline_s": 0}, {}, ConfigError, "deadline_s must be a positive number"),
     "verify": ({}, {"verify": "yes"}, {}, ConfigError, "verify must be one of"),
-    "recurrent": ({}, {}, {"class": "MambaSpec"}, UnsupportedModel, "keeps a recurrent state"),
+    "mode of a layer": ({}, {}, {"kind": "state", "mamba_cache_mode": "all"}, UnsupportedModel, "mode 'all'"),
+    "finer states": (
+        {},
+        {},
+        {"kind": "state", "hash_block_size": 2},
+        UnsupportedModel,
+        "leave --prefix-match-unit out",
+    ),
+    "drafts of states": ({}, {}, {"kind": "state", "num_speculative_blocks": 1}, UnsupportedModel, "may take back"),
     "another kind": ({}, {}, {"class": "NewSpec"}, UnsupportedModel, "a kind that kvtier does not know"),
     "not cached": ({}, {}, {"prefix_cacheable": False}, UnsupportedModel, "not part of vLLM's prefix cache"),
     "retained": ({}, {}, {"extra_retained_tokens": 4}, UnsupportedModel, "keeps tokens beyond its window"),
@@ -80,10 +107,10 @@ def test_layers_of_a_group_need_pages_of_one_size():
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_by_name(name):
     changes, extra, shape, error, match = REFUSED[name]
-    spec, whole = SPECS["window"](), SPECS["full"]()
+    spec, whole = SPECS[shape.get("kind", "window")](), SPECS["full"]()
     if "class" in shape:
         spec = spec_class(shape["class"])(**vars(spec))
-    for field in ("prefix_cacheable", "extra_retained_tokens"):
+    for field in ("prefix_cacheable", "extra_retained_tokens", "mamba_cache_mode", "num_speculative_blocks"):
         if field in shape:
             setattr(spec, field, shape[field])
     cache = kv_cache_config([spec, whole], 8, **{k: v for k, v in shape.items() if k == "hash_block_size"})

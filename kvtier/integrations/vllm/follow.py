@@ -65,6 +65,8 @@ class TrackedRequest:
         """Tokens with which the host tier is to be told again; less may be told earlier."""
         self.asked = 0
         """Tokens that it had when the host tier was asked for its hit. No prompt is known to part from it later."""
+        self.last_state = 0
+        """The last boundary of its prompt, or beyond, whose state was stored; 0 if there is none."""
         self.is_wrong = False
         """Its logits were no numbers: nothing of it is stored any more."""
         self.asked_s: float | None = None
@@ -81,7 +83,7 @@ class TrackedRequest:
         count = len(hashes) // self._stride
         if self._text is None or count < self._num_keys:
             self.close()
-            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_remote)
+            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_remote, are_distinct=True)
             self._num_keys = count
         elif count > self._num_keys:
             self._text.extend(keys_of(hashes, self._num_keys, self._stride))

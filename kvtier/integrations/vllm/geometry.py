@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from kvtier.geometry.outside import OutsideGroup
     from kvtier.host_tier.plan import HostPlan
 
+GPU_WORD = 16
+"""Bytes: what a GPU's copies come in."""
 HASH_BYTES = 16
 """Of vLLM's block hashes: a key of 128 bits."""
 
 REASONS = {
-    "MambaSpec": "keeps a recurrent state instead of keys and values",
     "CrossAttentionSpec": "attends to an encoder",
     "EncoderOnlyAttentionSpec": "attends in both directions",
     "SinkFullAttentionSpec": "has blocks of sink tokens that belong to no prompt",
@@ -54,8 +55,13 @@ class Geometry:
             for g in self.groups
         )
         full = sum(g.block_bytes / g.block_tokens for g in self.groups if not g.attention.span_tokens)
-        room = f"room for about {int(plan.layout.num_bytes / full):,} tokens" if full else "windows only"
+        room = f"room for about {int(plan.layout.num_bytes / full):,} tokens" if full else "windows or states only"
         return f"{plan.layout.num_bytes:,} bytes of host memory a worker, {workers} worker(s), {room}; groups {groups}"
+
+    @property
+    def states(self) -> frozenset[int]:
+        """The numbers of the groups that keep recurrent states."""
+        return frozenset(g for g, group in enumerate(self.groups) if group.attention.kind.name == "STATE")
 
     @property
     def hash_tokens(self) -> int:
@@ -83,7 +89,7 @@ def geometry_of(config: Any) -> Geometry:
     for g, group in enumerate(config.kv_cache_groups):
         specs = _layer_specs(group)
         kind = _attention(group.layer_names[0], next(iter(specs.values())))
-        pages = {layer: int(spec.page_size_bytes) for layer, spec in specs.items()}
+        pages = {layer: _page_bytes(spec) for layer, spec in specs.items()}
         if len(set(pages.values())) > 1:
             raise UnsupportedModel(
                 f"the layers of group {g} have pages of {sorted(set(pages.values()))} bytes, of which vLLM tells its "
@@ -97,7 +103,7 @@ def geometry_of(config: Any) -> Geometry:
                 "block in one piece: set VLLM_KV_CACHE_LAYOUT=LBHNC in the environment, or another attention backend"
             )
         fragments = tuple(Fragment(*places[layer], page) for layer in group.layer_names)
-        name = f"{g}:{_word(kind)}"
+        name = f"{g}:{_word(kind, next(iter(specs.values())))}"
         groups.append(OutsideGroup(name, kind, group.kv_cache_spec.block_size, config.num_blocks, fragments))
     sizes = {int(tensor.size) for tensor in config.kv_cache_tensors}
     if len(sizes) != 1:
@@ -106,7 +112,18 @@ def geometry_of(config: Any) -> Geometry:
     unit = int(np.gcd.reduce([group.block_tokens for group in groups]))
     if unit % hash_block:
         raise UnsupportedModel(f"vLLM names every {hash_block} tokens, but blocks share multiples of {unit} only")
+    if any(group.attention.kind.name == "STATE" for group in groups):
+        check_finer_hashes(hash_block, unit)
     return Geometry(tuple(groups), sizes.pop(), unit // hash_block)
+
+
+def check_finer_hashes(hash_tokens: int, block_tokens: int) -> None:
+    """Of models with states. Raises ``UnsupportedModel`` if vLLM keeps states within blocks (ADR 46)."""
+    if hash_tokens != block_tokens:
+        raise UnsupportedModel(
+            f"vLLM matches prefixes every {hash_tokens} tokens, finer than its blocks of {block_tokens}, and then "
+            "keeps recurrent states within blocks, as kvtier's connector does not: leave --prefix-match-unit out"
+        )
 
 
 def _layer_specs(group: Any) -> dict[str, Any]:
@@ -115,6 +132,30 @@ def _layer_specs(group: Any) -> dict[str, Any]:
     if hasattr(spec, "kv_cache_specs"):
         return {layer: spec.kv_cache_specs[layer] for layer in group.layer_names}
     return dict.fromkeys(group.layer_names, spec)
+
+
+def _page_bytes(spec: Any) -> int:
+    """Bytes of a layer's block that mean something. A state lies at the beginning of a page as large as those of K and
+    V."""
+    page = int(spec.page_size_bytes)
+    if type(spec).__name__ != "MambaSpec":
+        return page
+    return min(page, -(-int(spec.real_page_size_bytes) // GPU_WORD) * GPU_WORD)
+
+
+def _state(layer: str, spec: Any) -> Any:
+    """The kind of a layer that keeps a state. Raises ``UnsupportedModel``."""
+    from kvtier.geometry.kinds import Part, RecurrentState
+
+    if spec.mamba_cache_mode != "align":
+        raise UnsupportedModel(
+            f"layer {layer!r} keeps its states in mode {spec.mamba_cache_mode!r}, in which a block is not the state at "
+            "its end: kvtier's connector needs --mamba-cache-mode align"
+        )
+    if spec.num_speculative_blocks:
+        raise UnsupportedModel(f"layer {layer!r} keeps states of tokens that speculative decoding may take back")
+    shapes = zip(spec.shapes, spec.dtypes, strict=True)
+    return RecurrentState(tuple(Part(f"{n}", tuple(shape), dtype) for n, (shape, dtype) in enumerate(shapes)))
 
 
 def _attention(layer: str, spec: Any) -> Any:
@@ -127,6 +168,7 @@ def _attention(layer: str, spec: Any) -> Any:
         "MLAAttentionSpec": FullAttention,
         "SlidingWindowSpec": lambda: SlidingWindow(spec.sliding_window),
         "ChunkedLocalAttentionSpec": lambda: ChunkedLocal(spec.attention_chunk_size),
+        "MambaSpec": lambda: _state(layer, spec),
     }
     if name not in makes:
         reason = REASONS.get(name, "is of a kind that kvtier does not know")
@@ -138,19 +180,21 @@ def _attention(layer: str, spec: Any) -> Any:
     return makes[name]()
 
 
-def _word(kind: Any) -> str:
-    """The word for an attention kind: "full", "window-1024", "chunk-8192"."""
+def _word(kind: Any, spec: Any) -> str:
+    """The word for an attention kind: "full", "window-1024", "chunk-8192", "state-mamba2"."""
     word: str = kind.kind.name.lower()
+    if word == "state":  # an enum, of a name
+        return f"{word}-{str(getattr(spec.mamba_type, 'name', spec.mamba_type)).lower()}"
     return f"{word}-{kind.span_tokens}" if kind.span_tokens else word
 
 
 def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:
     """Keys from key ``first`` on, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
-    chosen = hashes[(first + 1) * stride - 1 :: stride]
+    chosen = hashes[(first + 1) * stride - 1 :: stride] if first or stride > 1 else hashes
     if not chosen:
         return np.empty((0, 2), np.uint64)
-    whole = np.frombuffer(b"".join(chosen), np.uint8).reshape(len(chosen), -1)
-    return np.ascontiguousarray(whole[:, :HASH_BYTES]).view(np.uint64)
+    a_hash = np.dtype({"names": ["key"], "formats": [f"V{HASH_BYTES}"], "itemsize": len(chosen[0])})
+    return np.frombuffer(b"".join(chosen), a_hash)["key"].copy().view(np.uint64).reshape(-1, 2)
 
 
 def device_memory(config: Any, caches: dict[str, torch.Tensor]) -> torch.Tensor:

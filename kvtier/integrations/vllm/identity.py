@@ -157,7 +157,15 @@ def facts_of(config: Any, num_blocks: int, caches: Mapping[str, Any]) -> str:
     backends = {name: getattr(layers.get(name), "attn_backend", None) for name in caches}
     names = {name: backend.get_name() if backend is not None else "" for name, backend in backends.items()}
     lie = [[name, names[name], *_lie(caches[name], num_blocks)] for name in sorted(caches)]
-    return json.dumps([torch.__version__, device.type, kind, lie])
+    has_states = any(hasattr(layers.get(name), "mamba_type") for name in caches)
+    return json.dumps([torch.__version__, device.type, kind, lie, *(_of_states() if has_states else ())])
+
+
+def _of_states() -> list[str]:
+    """How convolutions' states lie within a page, which the environment says (VLLM_SSM_CONV_STATE_LAYOUT)."""
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+
+    return [str(get_conv_state_layout())]
 
 
 def _lie(tensor: Any, num_blocks: int) -> list[Any]:

@@ -10,7 +10,7 @@ Does not   touch bytes: ``WorkerSide`` does. It decides nothing about vLLM's own
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ TEXT_BLOCKS = 16
 """Generated blocks are stored so many at a time, and the last ones with the text's end: a plan costs as much for one
 block as for many."""
 
+NEVER = 2**40
+"""No text has so many tokens."""
+
 Ids = npt.NDArray[np.int32]
 
 
@@ -69,6 +72,7 @@ class SchedulerSide:
         self._pool: Any = None
         self._zeroes_first = zeroes_first
         self._unit = min(group.block_tokens for group in geometry.groups)
+        self._states = geometry.states
         self._followed: dict[str, TrackedRequest] = {}
         self._counts_nans = counts_nans
         self._left: list[TrackedRequest] = []  # have ended in the last step: vLLM counts its NaNs only after that
@@ -108,12 +112,15 @@ class SchedulerSide:
         if getattr(request, "skip_reading_prefix_cache", False):  # vLLM would throw the answer away
             return 0, False
         behind = self._behind
-        hit = follow.text().match(computed, request.num_tokens, ask_remote=behind is not None)
+        text = follow.text()
+        hit = text.match(computed, request.num_tokens, ask_remote=behind is not None)
         if hit.is_sought or (behind is not None and behind.is_opening()):
             self._waits["waits_for_remote"] += 1
             return None, False
         if not hit.is_pending:
             follow.asked_s, follow.from_remote = None, hit.from_remote
+            if self._states and text.next_parting > max(hit.end, getattr(request, "shared_prefix_boundary", NEVER)):
+                request.shared_prefix_boundary = text.next_parting  # vLLM ends a step there, and keeps the state
             return hit.num_tokens, hit.num_tokens > 0
         now = self._clock()
         follow.asked_s = now if follow.asked_s is None else follow.asked_s
@@ -180,6 +187,8 @@ class SchedulerSide:
         self._loads, self._void = {}, set()
         self._placed.clear()
         if self._stores:
+            if self._states:
+                self._keep_states(output)
             for new in output.scheduled_new_reqs:
                 before = new.num_computed_tokens
                 self._advance(self._followed[new.req_id], before, before + output.num_scheduled_tokens[new.req_id])
@@ -196,7 +205,8 @@ class SchedulerSide:
         follow = self._followed.get(request_id)
         if follow is None or request_id in self._placed:  # after a reset it is back at once
             return
-        self._tell(follow, self._there(follow, follow.end), follow.end, is_end=True)
+        if not self._states:
+            self._tell(follow, self._there(follow, follow.end), follow.end, is_end=True)
         follow.leave_device()
 
     def _there(self, follow: TrackedRequest, computed: int) -> BlocksOf:
@@ -216,11 +226,71 @@ class SchedulerSide:
                 table.append(ids)
                 self._written.append((g, ids))
 
+    # --- states -----------------------------------------------------------------------------------
+
+    def _keep_states(self, output: Any) -> None:
+        """Stores the states that the step leaves, and with each what a hit there needs besides.
+
+        Only vLLM knows these blocks, and only in this step: a table's entries behind or ahead of a state hold other
+        states, or none. Those of requests that have ended or give way in this step may be others' already. What comes
+        after a text's last state is stored for nothing: no hit can end there.
+        """
+        told = getattr(output, "kv_connector_block_state", None)
+        for request_id, offers in (told.boundary_state_offloads if told is not None else {}).items():
+            follow, is_gone = self._followed.get(request_id), request_id in (output.preempted_req_ids or ())
+            if follow is None or is_gone or request_id in output.finished_req_ids:
+                continue
+            states: dict[int, dict[int, int]] = {}
+            for g, block, boundary in offers:
+                if block > 0 and boundary % self._unit == 0:
+                    states.setdefault(boundary, {})[g] = block
+            for boundary in sorted(states):
+                self._keep_state(follow, boundary, states[boundary])
+
+    def _keep_state(self, follow: TrackedRequest, boundary: int, blocks: Mapping[int, int]) -> None:
+        """Stores the state at a boundary, in these blocks by group, if hits are to be expected there: where prompts
+        part, at a prompt's end, and beyond."""
+        is_end = boundary >= self._last_boundary(follow)
+        if is_end and boundary <= follow.last_state:
+            return
+        if is_end:
+            follow.last_state = boundary
+        elif boundary == getattr(follow.request, "shared_prefix_boundary", 0):
+            follow.text().part(boundary)
+        there = self._there(follow, boundary - 1)
+
+        def blocks_of(g: int, at: Int64s) -> Ids:
+            if g not in self._states:
+                return there(g, at)
+            return np.where(at == boundary // self._unit - 1, blocks.get(g, -1), -1).astype(np.int32)
+
+        self._tell(follow, blocks_of, boundary + is_end, is_end)
+
+    def _pass_state(self, follow: TrackedRequest, end: int) -> None:
+        """The step computes tokens up to ``end``. If it comes by the prompt's last boundary, and no state was left
+        there, the device has found it: what the host tier has of the prompt was used."""
+        last = self._last_boundary(follow)
+        follow.due = last + 1 if end <= last else NEVER
+        if follow.last_state < last < end:
+            self._keep_state(follow, last, {})
+
+    def _last_boundary(self, follow: TrackedRequest) -> int:
+        """Where the same prompt would hit, which leaves a token to compute."""
+        return int((follow.request.num_prompt_tokens - 1) // self._unit * self._unit)
+
+    # --- order ------------------------------------------------------------------------------------
+
     def _order_writers(self, output: Any) -> None:
-        """What the step writes to comes after the stores that read there."""
+        """What the step writes to comes after the stores that read there.
+
+        With ``zeroes_first`` vLLM has zeroed blocks, made copies and begun new states before anybody is asked.
+        """
+        copies = [copy[-1] for copy in getattr(output, "kv_cache_block_copies", None) or ()]
         if self._zeroes_first:
-            copies = [copy[-1] for copy in getattr(output, "kv_cache_block_copies", None) or ()]
-            self.written_again([*(output.new_block_ids_to_zero or ()), *copies])
+            begun = chain.from_iterable(ids for g, ids in self._written if g in self._states)
+            self.written_again([*(output.new_block_ids_to_zero or ()), *copies, *(b for b in begun if b > 0)])
+        elif copies:
+            self._written += [(g, copies) for g in range(len(self._geometry.groups))]
         if self._written or self._targets:
             counts = [len(ids) for _, ids in self._written]
             groups = np.repeat(np.array([g for g, _ in self._written], np.int32), counts)
@@ -232,6 +302,9 @@ class SchedulerSide:
 
     def _advance(self, follow: TrackedRequest, before: int, end: int) -> None:
         """The step computes its tokens from ``before`` to ``end``."""
+        if self._states:
+            self._pass_state(follow, end)
+            return
         follow.end, prompt = end, follow.request.num_prompt_tokens
         is_prompt_end = follow.told < prompt <= end
         text_tokens = TEXT_BLOCKS * self._unit
@@ -272,7 +345,7 @@ class SchedulerSide:
         follow = self._followed.pop(request.request_id, None)
         if follow is None:
             return
-        if follow.end:
+        if follow.end and not self._states:
             follow.place(blocks)
             end = min(follow.end, request.num_computed_tokens, request.num_tokens)  # vLLM may have taken tokens back
             self._tell(follow, follow.blocks_of, end, is_end=True)

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kvtier.integrations.vllm.geometry import check_finer_hashes
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
@@ -170,10 +171,6 @@ def check_model(config: Any) -> None:
     """
     model = config.model_config
     is_mla = getattr(model, "use_mla", False)
-    if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
-        raise UnsupportedModel(
-            "layers of this model keep a recurrent state instead of keys and values; kvtier's connector cannot keep it"
-        )
     if getattr(model, "is_encoder_decoder", False):
         raise UnsupportedModel("this model attends to an encoder; kvtier's connector cannot keep that")
     if not config.cache_config.enable_prefix_caching:
@@ -186,6 +183,15 @@ def check_model(config: Any) -> None:
             "prefix caching is off, so that blocks have no keys. Leave --no-enable-prefix-caching out; if it was not "
             "given, vLLM itself has turned prefix caching off for this model, and vLLM's log says why"
         )
+    mode = getattr(config.cache_config, "mamba_cache_mode", "none")
+    if (getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False)) and mode != "align":
+        raise UnsupportedModel(
+            f"layers of this model keep a recurrent state, and mamba_cache_mode is {mode!r}, in which a block is not "
+            "the state at its end; kvtier's connector needs align, which vLLM takes with prefix caching"
+        )
+    finer = getattr(config.cache_config, "prefix_match_unit", None)
+    if mode == "align" and finer is not None:
+        check_finer_hashes(finer, config.cache_config.block_size)
     if is_mla and config.parallel_config.world_size > 1:
         raise UnsupportedModel(
             f"with MLA (multi-head latent attention) each of {config.parallel_config.world_size} ranks has the same "
