@@ -262,7 +262,7 @@ def free_rows(roster: Roster) -> list[int]:
     return roster._free_rows
 
 
-def kept_rows(roster: Roster) -> np.ndarray | None:
+def kept_rows(roster: Roster) -> np.ndarray:
     """The rows in service order, if they are kept since the last change."""
     return roster._rows
 

@@ -1,6 +1,6 @@
-"""Serving, measured beside transformers' own ``generate`` and continuous batching.
+"""Serving, measured beside transformers' own ``generate`` and continuous batching, and beside llama.cpp.
 
-    python -m benchmarks.serving [--model PATH] [--json OUT]
+    python -m benchmarks.serving [--model PATH] [--json OUT] [--llama]
 
 One thread of torch, float32, greedy. Seconds are CPU seconds of the process that serves: another program on the machine
 makes wall times longer, and these hardly. Each row is served by all in turn; medians of ``--repeats``.
@@ -9,6 +9,7 @@ makes wall times longer, and these hardly. Each row is served by all in turn; me
 ``decode``     the same, less what one token of each takes: the tokens after the first.
 ``turns``      conversations that grow by a question and its answer, turn by turn.
 ``first``      the first token of one long prompt.
+``same``       answers that are those of the first who serves, token for token: near ties may go the other way.
 ``overhead``   of a token: the engine stepped by hand; ``AsyncLLM`` on its thread; HTTP, its client in another process.
 """
 
@@ -19,7 +20,9 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from transformers.utils import logging
 
 from benchmarks import machine
 from benchmarks.serving import overhead
+from benchmarks.serving.llama import Llama, unpacked
 from benchmarks.serving.subjects import (
     Continuous,
     Generate,
@@ -41,6 +45,7 @@ from benchmarks.serving.subjects import (
     note,
     transformers_model,
 )
+from runner.model.place import find_gguf
 from runner.needle import weights_path
 
 Fresh = Callable[[int, int], Prompts]
@@ -54,6 +59,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, nargs="+", default=[4096, 32768], help="tokens of the long prompts")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--llama", action="store_true", help="also llama.cpp, on the same GGUF's weights; needs "
+                        "xllamacpp from the package index")  # fmt: skip
     parser.add_argument("--no-overhead", action="store_true", help="leave out what a token costs beside the model")
     parser.add_argument("--json", type=Path, help="write the figures there, with machine and commit")
     args = parser.parse_args()
@@ -61,12 +68,16 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     path = weights_path() if args.model is None else args.model
-    subjects = _subjects(path)
-    vocabulary = subjects[0].llm.model.vocab_size  # type: ignore[attr-defined]
+    file = find_gguf(path) if args.llama else None
+    if args.llama and file is None:
+        parser.error("--llama needs a GGUF file as --model")
     rows = []
-    for row in _rows(subjects, args, vocabulary):
-        note(f"{row['what']}: {row['median']}")
-        rows.append(row)
+    with nullcontext() if file is None else unpacked(file) as float32:
+        subjects = _subjects(path) + ([] if float32 is None else [Llama(float32)])
+        vocabulary = subjects[0].llm.model.vocab_size  # type: ignore[attr-defined]
+        for row in _rows(subjects, args, vocabulary):
+            note(f"{row['what']}: {row['median']}")
+            rows.append(row)
     if not args.no_overhead:
         rows += overhead.rows(path, args.repeats)
     _show(path.name, [s.name for s in subjects], rows)
@@ -105,6 +116,10 @@ def _rows(subjects: Sequence[Subject], args: argparse.Namespace, vocabulary: int
             f"decode, {running} running, tokens per CPU s",
             {k: [running * (new - 1) / (a - b) for a, b in v] for k, v in found.items()},
         )
+    prompts = fresh(16, 60)
+    answers = {subject.name: subject.serve(prompts, new) for subject in subjects}
+    same = {name: float(sum(map(eq, mine, answers[subjects[0].name]))) for name, mine in answers.items()}
+    yield _row(f"same, of 16 x (60 + {new})", {name: [count] for name, count in same.items()})
     note("turns")
     turns = _in_turn(subjects, args.repeats, lambda s: _turns(s, fresh(4, 600), fresh(4, 60), 4, 32))
     yield _row("turns, 4 conversations x 4 turns of 600 + 60 x n, CPU s", turns)

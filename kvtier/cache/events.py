@@ -21,10 +21,9 @@ from kvtier.coordinator.request import Request
 from kvtier.geometry.keys import KeyArray
 from kvtier.host_tier.books import HostBooks
 from kvtier.machine.errors import ConfigError, InvalidRequest
-from kvtier.pools.block_pool import BlockPools, Col, Mark
-from kvtier.pools.changes import changed_entries
+from kvtier.pools.block_pool import BlockPools, Col
+from kvtier.pools.changes import changed_keys
 
-_READY = int(Mark.READY)
 _KEY = np.dtype([("low", np.uint64), ("high", np.uint64)])
 
 TierName = Literal["device", "host"]
@@ -58,19 +57,17 @@ class _Seen:
         self._keys = np.zeros((len(self._ready), 2), np.uint64)
 
     def poll(self) -> Iterator[KVEvent]:
-        blocks, mark, key = self._arrays.blocks, self._arrays.mark, self._arrays.key
-        changed = np.empty(len(blocks), np.int64)
-        changed = changed[: changed_entries(blocks, self._ready, self._keys, changed)]
-        group_of = np.searchsorted(self._arrays.meta[:, Col.BASE], changed, side="right") - 1
         for g, group in enumerate(self._groups):
-            at = changed[group_of == g]
-            gone, come = self._keys[at[self._ready[at]]], key[at[mark[at] == _READY]]
-            have_common = _may_have_common(gone, come)
-            for kind, mine, others in ((EventKind.REMOVED, gone, come), (EventKind.STORED, come, gone)):
-                left = mine[~_among(mine, others)] if have_common else mine
-                if len(left):
-                    yield KVEvent(kind, self._tier, group, left)
-        self._ready[changed], self._keys[changed] = mark[changed] == _READY, key[changed]
+            first, count = self._arrays.meta[g, [Col.BASE, Col.ROWS]].tolist()
+            mine = slice(first, first + count)
+            gone, come = np.empty((2, count, 2), np.uint64)
+            numbers = changed_keys(self._arrays.blocks[mine], self._ready[mine], self._keys[mine], gone, come)
+            gone, come = gone[: numbers[0]].copy(), come[: numbers[1]].copy()
+            if _may_have_common(gone, come):
+                gone, come = gone[~_among(gone, come)], come[~_among(come, gone)]
+            for kind, keys in ((EventKind.REMOVED, gone), (EventKind.STORED, come)):
+                if len(keys):
+                    yield KVEvent(kind, self._tier, group, keys)
 
 
 class KVEvents:

@@ -194,7 +194,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
     from kvtier.coordinator.scheduler import Scheduler
     from kvtier.cpu_offload.engines.simulated import Faults, SimulatedEngine
     from kvtier.cpu_offload.tier_memory import TierMemory
-    from kvtier.pools.changes import changed_entries
+    from kvtier.pools.changes import changed_keys
 
     engines: list[SimulatedEngine] = []
 
@@ -235,6 +235,6 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         pools = cache.core.coordinator.pools
         blocks = pools.arrays.blocks
         n = len(blocks)
-        changed_entries(blocks, np.zeros(n, bool), np.zeros((n, 2), np.uint64), np.empty(n, np.int64))
+        changed_keys(blocks, np.zeros(n, bool), *np.zeros((3, n, 2), np.uint64))
         pools.is_enough(np.zeros(len(spec.names), np.int64))  # asked if stores are in the way
         cache.reset()

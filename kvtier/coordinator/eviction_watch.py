@@ -83,20 +83,22 @@ class EvictionWatch:
 
     def _tell(self, tier: str, blocks: Blocks, rows: npt.NDArray[np.int32], roster: Roster) -> None:
         """Batches that push out content step after step share an event a second, unless something else happens."""
-        last, now, numbers = self._last.get(tier), time.perf_counter(), roster.numbers
+        last, now, numbers = self._last.get(tier), time.perf_counter(), roster.numbers[rows]
         if last is None or self._journal.count - last.number > 2 or now - last.at_s >= TOGETHER_S:
             fact = PushedOut(tier, blocks, tuple(roster.ids(rows)))
-            last = self._last[tier] = _Shared(self._journal.count, now, fact, np.zeros_like(numbers))
+            last = self._last[tier] = _Shared(self._journal.count, now, fact, np.zeros_like(roster.numbers))
+            last.told[rows] = numbers
             self._journal.add("", fact)
-        else:
-            by, new = last.fact.by, rows[last.told[rows] != numbers[rows]]
-            if len(new):
-                by = tuple(dict.fromkeys((*by, *roster.ids(new))))
-            names = dict.fromkeys((*last.fact.blocks, *blocks))
-            total = {name: last.fact.blocks.get(name, 0) + blocks.get(name, 0) for name in names}
-            last.fact = PushedOut(tier, total, by)
-            self._journal.replace(last.number, last.fact)
-        last.told[rows] = numbers[rows]
+            return
+        are_new = last.told[rows] != numbers
+        by = last.fact.by
+        if are_new.any():
+            by = tuple(dict.fromkeys((*by, *roster.ids(rows[are_new]))))
+            last.told[rows] = numbers
+        names = dict.fromkeys((*last.fact.blocks, *blocks))
+        total = {name: last.fact.blocks.get(name, 0) + blocks.get(name, 0) for name in names}
+        last.fact = PushedOut(tier, total, by)
+        self._journal.replace(last.number, last.fact)
 
     def around(self, take: Callable[[], T], roster: Roster) -> T:
         """Runs ``take``. What is evicted meanwhile is evicted for the rows that have taken blocks."""

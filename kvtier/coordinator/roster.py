@@ -34,7 +34,7 @@ class Roster:
         self._ids = np.full(num_rows, "", object)
         self.numbers = np.zeros(num_rows, np.int64)
         """[num_rows], of the request that has a row or had it last, in the order of arrival, from 1 on; 0: none had."""
-        self._rows: npt.NDArray[np.int32] | None = None
+        self._rows = np.empty(0, np.int32)
         self._loading: list[Tracked] = []
         self._names: list[str] | None = None
 
@@ -96,9 +96,7 @@ class Roster:
         return self._names
 
     def rows(self) -> npt.NDArray[np.int32]:
-        """Rows of the running requests, in service order; kept until requests come or go."""
-        if self._rows is None:
-            self._rows = np.fromiter((seq.row for seq in self.running), np.int32, len(self.running))
+        """Rows of the running requests, int32, in service order; kept until requests come or go, and never changed."""
         return self._rows
 
     def younger(self, seq: Tracked) -> list[Tracked]:
@@ -118,24 +116,24 @@ class Roster:
         row = self._free_rows.pop()
         assert seq.row == row
         self.waiting.remove(seq)
-        insort(self.running, seq, key=_order)
+        place = self.num_before(seq)
+        self.running.insert(place, seq)
+        self._rows, self._names = np.insert(self._rows, place, row), None
         self._by_row[seq.row] = seq
         self._ids[seq.row] = seq.request.request_id
         self.numbers[seq.row] = seq.arrival + 1
         if seq.state is State.LOADING:
             self._loading.append(seq)
-        self._changed()
 
     def leave(self, seq: Tracked, row: int) -> None:
         """``seq`` has run in ``row``, and runs no more."""
-        self.running.remove(seq)
+        place = self.num_before(seq)
+        assert self.running[place] is seq
+        del self.running[place]
+        self._rows, self._names = np.delete(self._rows, place), None
         self._by_row[row] = None
         self._free_rows.append(row)
         self._loading = [other for other in self._loading if other is not seq]
-        self._changed()
-
-    def _changed(self) -> None:
-        self._rows = self._names = None
 
     def drop(self, seq: Tracked) -> None:
         """``seq`` ends; it waited, or was never queued."""

@@ -1,5 +1,5 @@
-"""The compiled loop that finds what has changed in a pool: the entries that can be found now and not before, or no
-longer, or by another key."""
+"""The compiled loop that finds what has changed in a pool: keys that can be found now and not before, and keys that no
+longer can."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ _U = np.uint64
 
 
 @jit
-def changed_entries(blocks: Any, ready: Any, keys: Any, out: Any) -> Any:
-    """Writes the changed entries to ``out`` and returns their number.
+def changed_keys(blocks: Any, ready: Any, keys: Any, gone: Any, come: Any) -> Any:
+    """Writes the keys to ``gone`` and ``come``, uint64 [len(blocks), 2] each, and returns how many there are of each.
 
-    ready[i], keys[i]: the state of entry i at the last poll.
+    ready[i], keys[i]: whether entry i could be found at the last poll, and its key then; they become those of now. A
+    key that has moved to another entry is in both.
     """
-    n = 0
+    num_gone, num_come = 0, 0
     for i in range(len(blocks)):
         block = blocks[_U(i)]
         is_ready = block.mark == _READY
         if is_ready != ready[i] or (is_ready and (block.low != keys[i, 0] or block.high != keys[i, 1])):
-            out[n] = i
-            n += 1
-    return n
+            if ready[i]:
+                gone[num_gone, 0], gone[num_gone, 1] = keys[i, 0], keys[i, 1]
+                num_gone += 1
+            if is_ready:
+                come[num_come, 0], come[num_come, 1] = block.low, block.high
+                num_come += 1
+            ready[i], keys[i, 0], keys[i, 1] = is_ready, block.low, block.high
+    return num_gone, num_come

@@ -73,7 +73,7 @@ FILLED_BYTES = 16
 
 def bucket_bytes(max_running: int, num_groups: int) -> int:
     """Bytes of the own inputs of captured sizes: slots and index arrays by group; ids and positions."""
-    return sum((20 * rows + 8) * num_groups + 24 * rows for rows in bucket_sizes(max_running))
+    return sum((20 * rows + 8) * num_groups + 24 * rows + 16 * (rows % 2) for rows in bucket_sizes(max_running))
 
 
 def bucket_for(entries: int, sizes: Sequence[int]) -> int | None:
@@ -135,9 +135,9 @@ class Bucket:
         self.rows = rows
         self._logits = logits[:rows]
         self._model, self._cache = model, cache
-        self._token_ids, self._positions = (
-            torch.zeros(rows, dtype=torch.long, device=model.device) for _ in ("ids", "positions")
-        )
+        self._inputs = torch.zeros(2 * (rows + rows % 2), dtype=torch.long, device=model.device)
+        """Token ids, then positions from a multiple of 16 bytes on, as a tensor of their own would begin."""
+        self._token_ids, self._positions = self._inputs.view(2, -1)[:, :rows]
         self._every = torch.arange(rows, device=model.device)
         self._scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = {}
         """The scales of the last forward: a graph of it knows their addresses only."""
@@ -151,10 +151,10 @@ class Bucket:
 
     def fill(self, step: Step) -> None:
         """Brings in a decode step: its kernels' inputs, and their plans."""
-        for buffer, values in ((self._token_ids, step.token_ids), (self._positions, step.positions)):
-            staged = words.staged(self.rows, torch.long, self._model.device).zero_()
-            staged[: len(values)] = torch.as_tensor(values)
-            words.send(staged, buffer)
+        staged = words.staged(len(self._inputs), torch.long, self._model.device).zero_()
+        for mine, values in zip(staged.view(2, -1), (step.token_ids, step.positions), strict=True):
+            mine[: len(values)] = torch.as_tensor(values)
+        words.send(staged, self._inputs)
         for name, batch in self._batches.items():
             self._model.backend.refill(batch, step.group(name))
         self.let_go()

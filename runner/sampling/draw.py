@@ -40,19 +40,28 @@ Uniforms = Callable[[int], Tensor]
 class Chosen:
     """The next token of each of n requests.
 
-    ``ids`` int64 [n], and ``sound`` bool [n]: whether it can be taken; an id is 0 if not. ``logprobs``: of the requests
-    that asked for them, None if none did.
+    ``marked`` int64 [n]: its id, -1 if there is none that can be taken. ``logprobs``: of the requests that asked for
+    them, None if none did.
     """
 
-    ids: Tensor
-    sound: Tensor
+    marked: Tensor
     logprobs: Logprobs | None
     _logits: Tensor
     _state: Callable[[int], SamplingState]
 
+    @property
+    def ids(self) -> Tensor:
+        """int64 [n]; 0 if it is not sound."""
+        return self.marked.clamp(min=0)
+
+    @property
+    def sound(self) -> Tensor:
+        """bool [n]: whether it can be taken."""
+        return self.marked >= 0
+
     def on_host(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """``ids`` and ``sound``, once they are known; brought over together."""
-        marked = words.fetched(self.ids.where(self.sound, -1)).numpy()
+        marked = words.fetched(self.marked).numpy()
         return np.maximum(marked, 0), marked >= 0
 
     def why(self, place: int, dtype: object) -> RunnerError:
@@ -91,7 +100,7 @@ class SamplingBatch:
         self._given, self._rows = given, rows
         self._vocabulary, self._device = vocabulary, device
         records = given.records[rows]
-        self._entries, self._seeds = records["entry"], records["seed"]
+        self._entered, self._seeds = given.entered, records["seed"]
         slab = rows_at_once(vocabulary, device)
         self._groups = [
             (way, _Drawn(places[i : i + slab], records, device))
@@ -106,8 +115,8 @@ class SamplingBatch:
 
     def serves(self, logits: Tensor, rows: Rows) -> bool:
         """Whether the arrays are of the requests in these rows, in this order."""
-        there = np.array_equal(self._given.records["entry"][rows], self._entries)
-        return there and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
+        are_same = self._given.entered == self._entered and np.array_equal(rows, self._rows)
+        return are_same and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
 
     def choose(self, given: Tensor, drawn: npt.NDArray[np.uint64]) -> Chosen:
         """Chooses a token for each request, as ``Sampler.choose`` does."""
@@ -119,9 +128,11 @@ class SamplingBatch:
             uniforms = partial(_uniforms, self._seeds[group.places], drawn[group.places], self._device)
             at = group.index
             ids[at] = way(logits[at], best[at], sound[at], group, uniforms)
-        ids, sound = ids.where(sound, 0)[:, 0], sound[:, 0]
-        told = None if self._asked is None else logprobs(given, ids, self._most_logprobs, self._asked)
-        return Chosen(ids, sound, told, given, self._state)
+        marked = ids.where(sound, -1)[:, 0]
+        told = None
+        if self._asked is not None:
+            told = logprobs(given, marked.clamp(min=0), self._most_logprobs, self._asked)
+        return Chosen(marked, told, given, self._state)
 
     def _state(self, place: int) -> SamplingState:
         return self._given.state(self._rows[place])

@@ -8,7 +8,6 @@ Does not   choose tokens (``draw.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from runner.sampling.state import SamplingState
 
 RECORD = np.dtype(
     [
-        ("entry", np.int64),  # numbers the requests in the order in which they got their rows
         ("seed", np.uint64),
         ("is_greedy", np.bool_),  # the largest logit is the only choice
         ("temperature", np.float32),
@@ -47,7 +45,8 @@ class SamplingRows:
         self.records = np.zeros(num_rows, RECORD)
         """[num_rows]; what no request has entered is zero."""
         self._states: list[SamplingState | None] = [None] * num_rows
-        self._entries = count(1)
+        self.entered = 0
+        """Requests that have got a row so far: while it is the same, the rows have the same requests."""
 
     def enter(self, row: int, state: SamplingState) -> bool:
         """The request of ``state`` has this row from now on; False if it has had it before."""
@@ -55,8 +54,8 @@ class SamplingRows:
             return False
         params = state.params
         self._states[row] = state
+        self.entered += 1
         self.records[row] = (
-            next(self._entries),
             state.seed,
             params.temperature < GREEDY_BELOW or params.top_k == 1,
             min(float(params.temperature), _HOTTEST),

@@ -194,8 +194,7 @@ def canonical(world: World) -> tuple[Any, ...]:
         if host is not None
     )
     roster = scheduler.roster
-    rows = inside.kept_rows(roster)
-    assert rows is None or rows.tolist() == [s.row for s in roster.running]
+    assert inside.kept_rows(roster).tolist() == [s.row for s in roster.running]
     running = tuple(_running(world, seq, device, rank) for seq in roster.running)
     waiting = tuple(_tracked(world, seq, rank) for seq in roster.waiting)
     step = world.step

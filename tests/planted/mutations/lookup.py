@@ -99,7 +99,7 @@ MUTATIONS = (
         "content whose block was taken over stays in the router's books",
         "core/events",
         (
-            "changed_entries",
+            "changed_keys",
             "is_ready != ready[i] or (is_ready and (block.low != keys[i, 0] or block.high != keys[i, 1]))",
             "is_ready != ready[i]",
         ),
