@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import SLACK
+from kvtier.coordinator.partings import FADES, SLACK, Partings
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.spec import Kind
 from kvtier.pools.block_pool import BlockPools, Col
@@ -39,8 +39,6 @@ NAMES = 1 << 20
 NUMBER = np.uint64((1 << 24) - 1)
 """The part of a place that is its text's number; the rest is the name's."""
 BINS_PER_OCTAVE = 4
-FADES = 0.99
-"""The weight of the past after each request: some hundred count."""
 EVIDENCE = 8
 """So many must have come back lately before anything is decided, and a quarter of all: what many share is found by
 use."""
@@ -69,6 +67,9 @@ class TextBytes:
         kinds = [(group.attention.kind, group.attention.span_tokens or NEVER) for group in groups]
         self._is_full = np.array([kind is Kind.FULL for kind, _ in kinds])
         self._chunk = np.array([span if kind is Kind.CHUNK else NEVER for kind, span in kinds])
+        is_window = np.array([kind is Kind.WINDOW for kind, _ in kinds])
+        self.slack = 0.0 if is_state.any() else SLACK * float(self._of_token[is_window].sum())
+        """Of SLACK tokens in all windows; 0 if hits end at states, which have no slack."""
         ends = Kind.WINDOW, Kind.STATE  # of a state one block, whatever its tokens
         self._window = np.array([max(1, span - 1) if kind in ends else NEVER for kind, span in kinds])
 
@@ -101,6 +102,10 @@ class Before(NamedTuple):
     """There the text, or its prompt, ends. Else the two part there."""
     shared: int = 0
     """The units that other texts are known to begin with too."""
+    early: int = 0
+    """The two part so many tokens before the end of the text's prompt, where nobody was known to; else 0."""
+    of_new: bool = False
+    """The text had nothing in common with earlier ones."""
 
     @property
     def stem(self) -> int:
@@ -133,6 +138,8 @@ class Returns:
         self._oldest = 0  # of those that may still be asked for
         self.unused: list[bytes] = []
         """The first units of texts that are unused since the last request came."""
+        self.partings = Partings()
+        """Where others part from new texts."""
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
 
@@ -144,6 +151,7 @@ class Returns:
         self._found *= FADES
         self._whole = max(self._whole, capacity)
         self._note_unused(before)
+        self.partings.begin(size, not before.shared)
         if before.text < 0:
             is_there, fits = 2 * hit_units >= num_units > 0, False
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
@@ -155,6 +163,8 @@ class Returns:
             fits = distance <= capacity  # what was used last would have found it: others come back later, not it
             self._recent += 1
             self._found[_bin_of(distance)] += units
+            if fits:
+                self.partings.find(units * self._unit, before.early, before.of_new)
         return not is_there and not fits and self._keeps_some(capacity) and not self._wins(keys), before
 
     def known(self, keys: KeyArray) -> Before:
@@ -170,7 +180,9 @@ class Returns:
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
         goes_on = prompt - self._slack <= units <= prompt or units >= end - max(1, 2 * self._slack)  # newer names may
         goes_on = goes_on and units > int(self._common[text % TEXTS])  # have taken the last places
-        return Before(text, units, goes_on, int(self._stem[text % TEXTS]) if goes_on else units)
+        stem, early = int(self._stem[text % TEXTS]), max(0, prompt - units) * self._unit
+        early = early if units > int(self._common[text % TEXTS]) else 0
+        return Before(text, units, goes_on, stem if goes_on else units, early, of_new=not stem)
 
     def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
         """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""
