@@ -50,18 +50,11 @@ class Retention:
     def start(self, seq: Tracked, match: Match, is_all: bool) -> None:
         """The request begins in its row with this hit. ``is_all``: there is no tier behind the host, so the request may
         be a guest."""
-        held = self._pools.column(Col.HELD) - self._held_by(match)
+        held = self._pools.column(Col.HELD)
         told = seq.request.boundaries
         text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, may_be_guest=is_all)
         self.keeping.begin(seq.course, text, lambda each: self._room(each, held))
         self._mark(seq)
-
-    def _held_by(self, match: Match) -> npt.NDArray[np.int64]:
-        """Blocks of the device that are held for this hit alone, by group."""
-        there = match.device > 0
-        groups, blocks = match.groups[there], match.device[there]
-        alone = self._pools.arrays.refs[self._pools.entries(groups, blocks)] == 1
-        return np.bincount(groups[alone], minlength=len(self._block_tokens))
 
     def _mark(self, seq: Tracked) -> None:
         course = seq.course

@@ -142,7 +142,6 @@ class Returns:
         """Where others part from new texts."""
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
-        self._in_reach = 0.0  # units of these that use alone would have found, fading
 
     def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, Before]:
         """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts beside what
@@ -150,13 +149,11 @@ class Returns:
         before, num_units = self.known(keys), len(keys) // self._links
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
-        self._in_reach *= FADES
         self._whole = max(self._whole, capacity)
         self._note_unused(before)
         self.partings.begin(size, not before.shared)
         if before.text < 0:
             is_there, fits = 2 * hit_units >= num_units > 0, False
-            self._in_reach += hit_units
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
         else:
             t, units = before.text % TEXTS, before.units
@@ -167,7 +164,6 @@ class Returns:
             self._recent += 1
             self._found[_bin_of(distance)] += units
             if fits:
-                self._in_reach += units
                 self.partings.find(units * self._unit, before.early, before.of_new)
         return not is_there and not fits and self._keeps_some(capacity) and not self._wins(keys), before
 
@@ -239,8 +235,9 @@ class Returns:
             return False
         within = np.cumsum(self._found)
         least = 2.0 ** (np.arange(len(within)) / BINS_PER_OCTAVE)  # each bin's least distance
+        recent = within[max(0, _bin_of(max(1.0, capacity)) - 1)]
         some = (within * np.minimum(1.0, capacity / (least * 2.0 ** (1 / BINS_PER_OCTAVE)))).max()
-        return bool(some > GAIN * self._in_reach and some > within[-1] / LOTTERY)
+        return bool(some > GAIN * recent and some > within[-1] / LOTTERY)
 
 
 def _bin_of(distance: float) -> int:
