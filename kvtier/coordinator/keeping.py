@@ -112,8 +112,9 @@ class Keeping:
         found = (self.name(keys, hit), hit) if hit else None
         last, is_new = min(self.last_boundaries(text.num_tokens)), not course.has_begun
         if is_new:
-            self._come_back(course, text, room)
-            known.learn(found, self._missed(course, text, last), app)
+            full = text.full if self._has_full else hit
+            self._come_back(course, text, full, room)
+            known.learn(found, self._missed(course, text, full, last), app)
         goes_on = is_new and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.kept, course.has_begun = hit, set(), True
         course.cold_from, course.cold_to = hit, self._name_passing(course, last)
@@ -127,7 +128,7 @@ class Keeping:
         if course.is_guest:
             course.cold_from, course.cold_to, course.gone_from = hit, NEVER, hit
 
-    def _come_back(self, course: Course, text: Text, room: Callable[[Bytes], float]) -> None:
+    def _come_back(self, course: Course, text: Text, full: int, room: Callable[[Bytes], float]) -> None:
         """Learns what the text has in common with earlier ones, and which of these nobody has come back to.
 
         If the stem is no longer there, it is kept now as it is where prompts are seen to part.
@@ -140,7 +141,7 @@ class Keeping:
         course.is_guest = is_guest and text.may_be_guest
         course.reach = 0 if course.before.shared else self.returns.partings.reach(self.sizes.slack)
         stem = course.before.stem * unit
-        if self._local and stem > self._full(text):
+        if self._local and stem > full:
             course.branches.add(stem)
 
     def _name_passing(self, course: Course, last: int) -> int:
@@ -152,17 +153,13 @@ class Keeping:
             return hit
         slack = SLACK if known.pays(End.PROMPT, course.app) and known.pays(End.SHORT, course.app) else 0
         reach = max(slack, course.reach)
-        first = min(needed_from(attention, last, reach) for attention in self._local)
         if reach:
+            first = min(needed_from(attention, last, reach) for attention in self._local)
             course.named_from = course.slack_from = first
         if self._passes and known.pays(End.PASSED, course.app):
             course.named_from = hit
             return max(hit, self._needed(course, last))
         return hit
-
-    def _full(self, text: Text) -> int:
-        """The tokens that full attention alone has found; of models without it, the hit."""
-        return text.full if self._has_full else text.hit
 
     def _tail(self, course: Course, hit: int) -> int:
         """Where the text's tail begins, what comes behind its stem, if no end pays in its app; else NEVER."""
@@ -171,9 +168,9 @@ class Keeping:
             return NEVER
         return max(hit, stem * self._unit)
 
-    def _missed(self, course: Course, text: Text, last: int) -> Found | None:
+    def _missed(self, course: Course, text: Text, full: int, last: int) -> Found | None:
         """Where the text would have been found, if no content had gone that it goes on from."""
-        keys, hit, full = text.keys, text.hit, self._full(text)
+        keys, hit = text.keys, text.hit
         if course.before is not None and course.before.goes_on:
             full = max(full, min(course.before.units * self._unit, last))
         return (self.name(keys, full), full) if full > hit else None

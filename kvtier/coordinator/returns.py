@@ -118,7 +118,24 @@ NOTHING = Before()
 
 
 class Returns:
-    """Of one cache. Its hits are whole *units* of ``hit_tokens``; a unit has a key for each ``hash_tokens``."""
+    """Of one cache. Its hits are whole *units* of ``hit_tokens``; a unit has a key for each ``hash_tokens``.
+
+    Of a text it remembers, in units:
+
+        0        stem      common           prompt         end
+        |---------|----------|----------------|-------------|
+        |- lent --------|    |- nobody's but this text's ---|
+
+        common    it began like an earlier text up to here
+        stem      here it parted from that one: ``common``; if it went on from that one, that one's stem
+        prompt    its prompt ends; goes_on: a request that begins like the text up to here, or a little less
+        end       its answer ends: goes_on too, at the end
+        lent      up to here it counts for a newer text, so that what texts share counts once: size = end - lent
+
+    A request with *known* text t parts from it where their names differ. Beyond t's ``common`` it is the first to do
+    so there. When it *ends*, it becomes a text itself. If it went on from t, all of t counts for it; else their stem
+    does.
+    """
 
     def __init__(self, sizes: TextBytes, hit_tokens: int, hash_tokens: int, whole: float = 0.0) -> None:
         """``whole``: bytes for texts if nothing runs; the greatest capacity so far, if that is more."""
@@ -129,8 +146,6 @@ class Returns:
         self._slack = SLACK // hit_tokens
         self._places = np.zeros(NAMES, np.uint64)  # names, and the newest texts that have them
         self._sizes: Bytes = np.zeros(TEXTS)
-        # Units of each text: up to its prompt's end, and its own; what it had in common with an earlier text; its stem;
-        # and its first ones that count for a newer text.
         self._prompt, self._end, self._common, self._stem, self._lent = np.zeros((5, TEXTS), np.int64)
         self._is_used = np.zeros(TEXTS, bool)  # whether more than its stem was asked for again
         self._count = 0  # texts so far
