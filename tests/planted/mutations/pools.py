@@ -236,7 +236,7 @@ MUTATIONS = (
         "I21",
         "a prompt that parts a few tokens before the end of an older one finds nothing",
         "core/coordinator/boundaries",
-        ("needed_from", "max(0, first - SLACK)", "first"),
+        ("needed_from", "max(0, first - reach)", "first"),
     ),
     mutation(
         "what_is_passed_is_stored",
