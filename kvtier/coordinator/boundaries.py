@@ -52,18 +52,15 @@ FADES = 0.98
 PAYS = 0.05
 """Ends are kept if their class has this share of the credits of all ends and of unused texts. Stems and what is passed
 need it of the credits of all classes. To keep them in vain costs memory, to miss them costs the whole hit."""
-SLACK = 64
-"""Tokens before the end of a prompt that a hit may end at too. A template writes the last of them anew: the header of
-the next answer, its thinking. That is some ten tokens, forty at most."""
 
 
-def needed_from(attention: Attention, end: int) -> int:
-    """The first token that hits at the prompt's ``end`` need, and hits up to SLACK tokens before it.
+def needed_from(attention: Attention, end: int, reach: int) -> int:
+    """The first token that hits at the prompt's ``end`` need, and hits up to ``reach`` tokens before it.
 
     A chunk has its own tokens for all of them. The chunk before it would cost far more than it brings.
     """
     first = attention.first_visible(end)
-    return max(0, first - SLACK) if attention.kind is Kind.WINDOW else first
+    return max(0, first - reach) if attention.kind is Kind.WINDOW else first
 
 
 class End(IntEnum):

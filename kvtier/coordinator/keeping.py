@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvtier.coordinator.boundaries import SLACK, Boundaries, End, Found, needed_from
+from kvtier.coordinator.boundaries import Boundaries, End, Found, needed_from
+from kvtier.coordinator.partings import SLACK
 from kvtier.coordinator.returns import NEVER, NOTHING, Before, Bytes, Returns, TextBytes
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.kinds import Kind
@@ -41,6 +43,8 @@ class Course:
     """From here on windows' blocks are named as they pass."""
     slack_from: int = NEVER
     """From here on they stay, for hits shortly before the prompt's end."""
+    reach: int = 0
+    """So long before the prompt's end others are expected to part from it, if nothing like it was there."""
     cold_from: int = 0
     cold_to: int = 0
     """Windows' content between these two is superseded."""
@@ -61,6 +65,21 @@ class Course:
     """The prompt's last boundary, once the prompt has ended."""
     kept: set[int] = field(default_factory=set)
     """Boundaries that stay: no content that hits there need is superseded."""
+
+
+class Text(NamedTuple):
+    """A text as it begins: its key chain, uint64 [n, 2], and figures in tokens."""
+
+    keys: KeyArray
+    num_tokens: int
+    """So far."""
+    hit: int
+    """It begins with this much."""
+    full: int
+    """Full attention alone has found this much."""
+    told: Sequence[int] = ()
+    """Where its caller says that others will part."""
+    may_be_guest: bool = True
 
 
 class Keeping:
@@ -86,74 +105,64 @@ class Keeping:
 
     # --- a text's way -----------------------------------------------------------------------------
 
-    def begin(
-        self,
-        course: Course,
-        keys: KeyArray,
-        num_tokens: int,
-        hit: int,
-        full: int,
-        room: Callable[[Bytes], float],
-        told: Sequence[int] = (),
-        may_be_guest: bool = True,
-    ) -> None:
-        """The text, of ``num_tokens`` tokens so far, begins with this hit. Full attention alone has found ``full``.
+    def begin(self, course: Course, text: Text, room: Callable[[Bytes], float]) -> None:
+        """The text begins. ``room``: bytes for texts of such parts by group.
 
-        ``room``: bytes for texts of such parts by group. ``told``: where its caller says that others will part. It may
-        begin again after it has come back. Then it finds what it has left itself, and nothing is learned.
+        It may begin again after it has come back. Then it finds what it has left itself, and nothing is learned.
         """
-        known, stop = self.boundaries, hit
-        app = course.app = self.name(keys, self._unit) if num_tokens >= self._unit else b""
+        known, keys, hit = self.boundaries, text.keys, text.hit
+        app = course.app = self.name(keys, self._unit) if text.num_tokens >= self._unit else b""
         found = (self.name(keys, hit), hit) if hit else None
-        full, last = full if self._has_full else hit, min(self.last_boundaries(num_tokens))
-        is_new = not course.has_begun
+        last, is_new = min(self.last_boundaries(text.num_tokens)), not course.has_begun
         if is_new:
-            self._come_back(course, keys, num_tokens, hit, full, room, may_be_guest)
-            known.learn(found, self._missed(course, keys, hit, full, last), app)
+            full = text.full if self._has_full else hit
+            self._come_back(course, text, full, room)
+            known.learn(found, self._missed(course, text, full, last), app)
         goes_on = is_new and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
-        course.begun_with, course.named_from, course.slack_from, course.kept = hit, NEVER, NEVER, set()
-        if self._local:
-            passes = self._passes and known.pays(End.PASSED, app)
-            slack = known.pays(End.PROMPT, app) and known.pays(End.SHORT, app)
-            if passes or slack:
-                first = min(needed_from(attention, last) for attention in self._local)
-                course.slack_from = first if slack else NEVER
-                course.named_from, stop = (hit, max(hit, self._needed(course, last))) if passes else (first, stop)
-        if told:
-            self._tell(course, keys, told, hit)
+        course.begun_with, course.kept, course.has_begun = hit, set(), True
+        course.cold_from, course.cold_to = hit, self._name_passing(course, last)
+        if text.told:
+            self._tell(course, text)
         course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
-        course.cold_from, course.cold_to = hit, stop
         course.gone_from = self._tail(course, hit) if is_new else NEVER
         if course.went_on_from:
-            course.cold_from = self._stem(course, keys, told, hit)
+            course.cold_from = self._stem(course, text)
             course.kept |= {course.cold_from} - {0}
         if course.is_guest:
             course.cold_from, course.cold_to, course.gone_from = hit, NEVER, hit
-        course.has_begun = True
 
-    def _come_back(
-        self,
-        course: Course,
-        keys: KeyArray,
-        num_tokens: int,
-        hit: int,
-        full: int,
-        room: Callable[[Bytes], float],
-        may_be_guest: bool,
-    ) -> None:
+    def _come_back(self, course: Course, text: Text, full: int, room: Callable[[Bytes], float]) -> None:
         """Learns what the text has in common with earlier ones, and which of these nobody has come back to.
 
         If the stem is no longer there, it is kept now as it is where prompts are seen to part.
         """
-        each, unit = self.sizes.of(num_tokens), self._unit
-        prompt = keys[: num_tokens // self._hash]
-        is_guest, course.before = self.returns.begin(prompt, hit // unit, room(each), float(each.sum()))
+        each, unit = self.sizes.of(text.num_tokens), self._unit
+        prompt = text.keys[: text.num_tokens // self._hash]
+        is_guest, course.before = self.returns.begin(prompt, text.hit // unit, room(each), float(each.sum()))
         for app in self.returns.unused:
             self.boundaries.unused(app)
-        course.is_guest = is_guest and may_be_guest
+        course.is_guest = is_guest and text.may_be_guest
+        course.reach = 0 if course.before.shared else self.returns.partings.reach(self.sizes.slack)
         stem = course.before.stem * unit
         if self._local and stem > full:
             course.branches.add(stem)
+
+    def _name_passing(self, course: Course, last: int) -> int:
+        """Decides from where on windows' blocks are named as they pass, and from where on these stay. Returns where
+        those end that do not."""
+        known, hit = self.boundaries, course.begun_with
+        course.named_from, course.slack_from = NEVER, NEVER
+        if not self._local:
+            return hit
+        slack = SLACK if known.pays(End.PROMPT, course.app) and known.pays(End.SHORT, course.app) else 0
+        reach = max(slack, course.reach)
+        if reach:
+            first = min(needed_from(attention, last, reach) for attention in self._local)
+            course.named_from = course.slack_from = first
+        if self._passes and known.pays(End.PASSED, course.app):
+            course.named_from = hit
+            return max(hit, self._needed(course, last))
+        return hit
 
     def _tail(self, course: Course, hit: int) -> int:
         """Where the text's tail begins, what comes behind its stem, if no end pays in its app; else NEVER."""
@@ -162,27 +171,28 @@ class Keeping:
             return NEVER
         return max(hit, stem * self._unit)
 
-    def _missed(self, course: Course, keys: KeyArray, hit: int, full: int, last: int) -> Found | None:
+    def _missed(self, course: Course, text: Text, full: int, last: int) -> Found | None:
         """Where the text would have been found, if no content had gone that it goes on from."""
+        keys, hit = text.keys, text.hit
         if course.before is not None and course.before.goes_on:
             full = max(full, min(course.before.units * self._unit, last))
         return (self.name(keys, full), full) if full > hit else None
 
-    def _stem(self, course: Course, keys: KeyArray, told: Sequence[int], hit: int) -> int:
+    def _stem(self, course: Course, text: Text) -> int:
         """The last boundary before the hit that others are known to want too; 0 if there is none."""
-        unit = self._unit
-        stems = {n // unit * unit for n in told[-MOST_TOLD:] if unit <= n < hit}
-        stems = {n for n in stems if self.boundaries.is_stem(self.name(keys, n))}
+        unit, hit = self._unit, text.hit
+        stems = {n // unit * unit for n in text.told[-MOST_TOLD:] if unit <= n < hit}
+        stems = {n for n in stems if self.boundaries.is_stem(self.name(text.keys, n))}
         if course.before is not None and course.before.shared * unit < hit:
             stems.add(course.before.shared * unit)
         return max(stems, default=0)
 
-    def _tell(self, course: Course, keys: KeyArray, told: Sequence[int], hit: int) -> None:
+    def _tell(self, course: Course, text: Text) -> None:
         """The boundaries beyond the hit that the caller has told of are kept if that pays."""
         unit = self._unit
-        stems = {n // unit * unit for n in told[-MOST_TOLD:] if n // unit * unit > hit}
+        stems = {n // unit * unit for n in text.told[-MOST_TOLD:] if n // unit * unit > text.hit}
         for boundary in stems:
-            self.boundaries.end(self.name(keys, boundary), End.STEM)
+            self.boundaries.end(self.name(text.keys, boundary), End.STEM)
         course.told = stems if self.boundaries.pays(End.STEM, course.app) else set()
 
     def parted(self, course: Course, start: int, end: int) -> list[int]:
@@ -218,7 +228,7 @@ class Keeping:
         if any(self.boundaries.is_wanted(self.name(keys, boundary)) for boundary in ends):
             course.cold_from = course.cold_to = ends[-1]
             course.kept.update(ends)
-        elif self.boundaries.pays(End.PROMPT, course.app):
+        elif course.reach or self.boundaries.pays(End.PROMPT, course.app):
             needed = self._needed(course, ends[0])
             course.cold_from, course.cold_to = min(course.cold_from, needed), min(course.cold_to, needed)
             course.kept.update(ends)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.keeping import Keeping
+from kvtier.coordinator.keeping import Keeping, Text
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.returns import Bytes, TextBytes
 from kvtier.coordinator.tracked import Tracked
@@ -51,11 +51,9 @@ class Retention:
         """The request begins in its row with this hit. ``is_all``: there is no tier behind the host, so the request may
         be a guest."""
         held = self._pools.column(Col.HELD)
-        length, told = len(seq.tokens), seq.request.boundaries
-        hit, full = match.num_tokens, match.full_tokens
-        self.keeping.begin(
-            seq.course, seq.keys, length, hit, full, lambda each: self._room(each, held), told, may_be_guest=is_all
-        )
+        told = seq.request.boundaries
+        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, may_be_guest=is_all)
+        self.keeping.begin(seq.course, text, lambda each: self._room(each, held))
         self._mark(seq)
 
     def _mark(self, seq: Tracked) -> None:

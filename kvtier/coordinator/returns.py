@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.boundaries import SLACK
+from kvtier.coordinator.partings import FADES, SLACK, Partings
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.kinds import Kind
 from kvtier.pools.block_pool import BlockPools, Col
@@ -41,8 +41,6 @@ NUMBER = np.uint64((1 << 24) - 1)
 LOOK = 256
 """Units of a prompt that are looked up first. Of a text that was used lately, newer ones have taken few names."""
 BINS_PER_OCTAVE = 4
-FADES = 0.99
-"""The weight of the past after each request: some hundred count."""
 EVIDENCE = 8
 """So many must have come back lately before anything is decided, and a quarter of all: what many share is found by
 use."""
@@ -71,6 +69,9 @@ class TextBytes:
         kinds = [(group.attention.kind, group.attention.span_tokens or NEVER) for group in groups]
         self._is_full = np.array([kind is Kind.FULL for kind, _ in kinds])
         self._chunk = np.array([span if kind is Kind.CHUNK else NEVER for kind, span in kinds])
+        is_window = np.array([kind is Kind.WINDOW for kind, _ in kinds])
+        self.slack = 0.0 if is_state.any() else SLACK * float(self._of_token[is_window].sum())
+        """Of SLACK tokens in all windows; 0 if hits end at states, which have no slack."""
         ends = Kind.WINDOW, Kind.STATE  # of a state one block, whatever its tokens
         self._window = np.array([max(1, span - 1) if kind in ends else NEVER for kind, span in kinds])
 
@@ -103,6 +104,10 @@ class Before(NamedTuple):
     """There the text, or its prompt, ends. Else the two part there."""
     shared: int = 0
     """The units that other texts are known to begin with too."""
+    early: int = 0
+    """The two part so many tokens before the end of the text's prompt, where nobody was known to; else 0."""
+    of_new: bool = False
+    """The text had nothing in common with earlier ones."""
 
     @property
     def stem(self) -> int:
@@ -115,7 +120,24 @@ NOTHING = Before()
 
 
 class Returns:
-    """The texts that a cache has seen. Hits are whole *units* of ``hit_tokens``; each ``hash_tokens`` has a key."""
+    """The texts that a cache has seen. Hits are whole *units* of ``hit_tokens``; each ``hash_tokens`` has a key.
+
+    What it remembers of a text, in units:
+
+        0        stem      common           prompt         end
+        |---------|----------|----------------|-------------|
+        |- lent --------|    |- nobody's but this text's ---|
+
+        common    it began like an earlier text up to here
+        stem      here it parted from that one: ``common``; if it went on from that one, that one's stem
+        prompt    its prompt ends; goes_on: a request that begins like the text up to here, or a little less
+        end       its answer ends: goes_on too, at the end
+        lent      up to here it counts for a newer text, so that what texts share counts once: size = end - lent
+
+    A request with *known* text t parts from it where their names differ. Beyond t's ``common`` it is the first to do
+    so there. When it *ends*, it becomes a text itself. If it went on from t, all of t counts for it; else their stem
+    does.
+    """
 
     def __init__(self, sizes: TextBytes, hit_tokens: int, hash_tokens: int, whole: float = 0.0) -> None:
         """``whole``: bytes for texts if nothing runs; the greatest capacity so far, if that is more."""
@@ -126,8 +148,6 @@ class Returns:
         self._slack = SLACK // hit_tokens
         self._places = np.zeros(NAMES, np.uint64)  # names, and the newest texts that have them
         self._sizes: Bytes = np.zeros(TEXTS)
-        # Units of each text: up to its prompt's end, and its own; what it had in common with an earlier text; its stem;
-        # and its first ones that count for a newer text.
         self._prompt, self._end, self._common, self._stem, self._lent = np.zeros((5, TEXTS), np.int64)
         self._is_used = np.zeros(TEXTS, bool)  # whether more than its stem was asked for again
         self._count = 0  # texts so far
@@ -135,6 +155,8 @@ class Returns:
         self._oldest = 0  # of those that may still be asked for
         self.unused: list[bytes] = []
         """The first units of texts that are unused since the last request came."""
+        self.partings = Partings()
+        """Where others part from new texts."""
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
 
@@ -146,6 +168,7 @@ class Returns:
         self._found *= FADES
         self._whole = max(self._whole, capacity)
         self._note_unused(before)
+        self.partings.begin(size, not before.shared)
         if before.text < 0:
             is_there, fits = 2 * hit_units >= num_units > 0, False
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
@@ -157,6 +180,8 @@ class Returns:
             fits = distance <= capacity  # what was used last would have found it: others come back later, not it
             self._recent += 1
             self._found[_bin_of(distance)] += units
+            if fits:
+                self.partings.find(units * self._unit, before.early, before.of_new)
         return not is_there and not fits and self._keeps_some(capacity) and not self._wins(keys), before
 
     def known(self, keys: KeyArray) -> Before:
@@ -174,7 +199,9 @@ class Returns:
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
         goes_on = prompt - self._slack <= units <= prompt or units >= end - max(1, 2 * self._slack)  # newer names may
         goes_on = goes_on and units > int(self._common[text % TEXTS])  # have taken the last places
-        return Before(text, units, goes_on, int(self._stem[text % TEXTS]) if goes_on else units)
+        stem, early = int(self._stem[text % TEXTS]), max(0, prompt - units) * self._unit
+        early = early if units > int(self._common[text % TEXTS]) else 0
+        return Before(text, units, goes_on, stem if goes_on else units, early, of_new=not stem)
 
     def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
         """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""

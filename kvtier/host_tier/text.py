@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import needed_from
-from kvtier.coordinator.keeping import Course
+from kvtier.coordinator.keeping import Course, Text
+from kvtier.coordinator.partings import SLACK
 from kvtier.coordinator.returns import NEVER
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.kinds import Kind
@@ -107,7 +108,7 @@ class HostText:
         """The first match, of a text of ``num_tokens`` tokens."""
         parts = self._parts
         room, is_all = partial(parts.keeping.sizes.room, parts.pools), parts.door.remote is None
-        parts.keeping.begin(self._course, self._keys, num_tokens, hit, full, room, may_be_guest=is_all)
+        parts.keeping.begin(self._course, Text(self._keys, num_tokens, hit, full, may_be_guest=is_all), room)
 
     def _hold(self, hit: HostHit) -> None:
         self._hit = self._parts.held[self._name] = hit
@@ -276,7 +277,7 @@ class HostText:
     ) -> list[tuple[int, Int64s]]:
         """Groups with the logical blocks to store, each once: of full groups from token ``since`` to ``known``. Hits
         shortly before the boundaries in ``slack`` are to be found too."""
-        worth = []
+        worth, reach = [], max(SLACK, self._course.reach)
         for g, group in enumerate(self._parts.spec.groups):
             bt, see = group.block_tokens, group.attention.first_visible
             if group.attention.kind is Kind.FULL:
@@ -284,7 +285,7 @@ class HostText:
             elif boundaries:
                 least = {b: see(b) for b in boundaries}
                 there = see(self._course.begun_with)  # windows before it are not
-                least |= {b: max(needed_from(group.attention, b), min(there, least[b])) for b in slack}
+                least |= {b: max(needed_from(group.attention, b, reach), min(there, least[b])) for b in slack}
                 wanted = [np.arange(least[b] // bt, b // bt) for b in boundaries]
                 worth.append((g, np.unique(np.concatenate(wanted))))
         return [(g, at) for g, at in worth if len(at)]

@@ -87,15 +87,17 @@ def enter_ring(p: Any, g: Any, b: Any, cold: Any) -> None:
 
 
 @inlined
-def leave_ring(p: Any, g: Any, b: Any) -> None:
-    """Block b's entry becomes a hole."""
+def leave_ring(p: Any, g: Any, b: Any) -> Any:
+    """Block b's entry becomes a hole. Returns whether its content was superseded."""
     meta = p.meta
     block = p.blocks[_U(meta[g, _BASE] + b)]
     at = _U(meta[g, _RBASE]) + _U(block.link)
-    p.slabs[np.int64(block.slab), _S_SUPERSEDED] -= p.ring[at] < 0
+    superseded = p.ring[at] < 0
+    p.slabs[np.int64(block.slab), _S_SUPERSEDED] -= superseded
     p.slabs[np.int64(block.slab), _S_CACHED] -= 1
     p.ring[at] = 0
     meta[g, _CACHED] -= 1
+    return superseded
 
 
 @inlined

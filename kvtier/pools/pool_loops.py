@@ -115,6 +115,7 @@ def _to_free(p: Any, g: Any, b: Any, cold: Any) -> None:
         _to_quarantine(p, g, b)
     elif block.fence > 0:
         block.place = _FENCED
+        block.link = cold
         p.meta[g, _N_FENCED] += 1
     elif block.mark == _NONE:
         to_empty(p, g, b)
@@ -255,7 +256,7 @@ def fence(p: Any, g: Any, b: Any, ticket: Any) -> None:
     """A store begins to read block b: its next writer must be ordered after ``ticket``."""
     block = p.blocks[_U(p.meta[g, _BASE] + b)]
     if block.place == _CACHED:
-        leave_ring(p, g, b)
+        block.link = leave_ring(p, g, b)
         block.place = _FENCED
         p.meta[g, _N_FENCED] += 1
     if block.fence <= 0:
@@ -276,7 +277,7 @@ def unfence(p: Any, g: Any, b: Any, ticket: Any, cold: Any) -> None:
     block.fence = 0
     if block.place == _FENCED:
         p.meta[g, _N_FENCED] -= 1
-        _to_free(p, g, b, cold)
+        _to_free(p, g, b, cold or block.link != 0)
     elif block.place == _QUAR:
         restore(p, g, b)
 

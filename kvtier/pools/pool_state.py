@@ -50,7 +50,7 @@ BLOCK = np.dtype(
     [
         ("low", np.uint64),  # the key
         ("high", np.uint64),
-        ("link", np.int32),  # CACHED: its place in the ring
+        ("link", np.int32),  # CACHED: its place in the ring; FENCED: 1 if its content is superseded
         ("refs", np.int32),
         ("fence", np.int32),  # ``fence_of`` the store that still reads the block; 0 none; negative: expired
         ("place", np.uint8),

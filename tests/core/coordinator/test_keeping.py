@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator.boundaries import Boundaries, End
-from kvtier.coordinator.keeping import Course, Keeping
+from kvtier.coordinator.keeping import Course, Keeping, Text
 from kvtier.geometry.kinds import Attention, Kind
 from kvtier.testing import canary_spec
 
@@ -103,7 +103,7 @@ def begin(keeping: Keeping, told: Told, data: st.DataObject) -> None:
     full = data.draw(st.integers(hit, most), "full")
     stems = tuple(sorted(data.draw(st.sets(st.integers(1, len(told.tokens)), max_size=3), "told")))
     room = data.draw(st.sampled_from([1e3, 1e5, 1e7]), "room")
-    keeping.begin(told.course, told.keys, len(told.tokens), hit * UNIT, full * UNIT, lambda _: room, stems)
+    keeping.begin(told.course, Text(told.keys, len(told.tokens), hit * UNIT, full * UNIT, stems), lambda _: room)
     if full > hit:
         told.course.branches.add(full * UNIT)
 
@@ -111,7 +111,7 @@ def begin(keeping: Keeping, told: Told, data: st.DataObject) -> None:
 def turn(keeping: Keeping, tokens: list[int], hit: int, answer: int) -> Told:
     """A request from its beginning to its end."""
     told = Told(list(tokens), prompt=len(tokens))
-    keeping.begin(told.course, told.keys, len(tokens), hit, hit, lambda _: 1e9)
+    keeping.begin(told.course, Text(told.keys, len(tokens), hit, hit), lambda _: 1e9)
     keeping.end_prompt(told.course, told.keys, len(tokens))
     told.tokens += [9] * answer
     keeping.end(told.course, told.keys, len(told.tokens), answer > 0)
@@ -131,7 +131,7 @@ def test_a_boundary_that_others_have_wanted_meanwhile_stays():
     keeping = Keeping(SPEC.groups, UNIT, HASH)
     first = turn(keeping, [1] * 80, 0, 20)
     child = Told([*first.tokens, *([2] * 300)], prompt=400)
-    keeping.begin(child.course, child.keys, 400, 100, 100, lambda _: 1e9)
+    keeping.begin(child.course, Text(child.keys, 400, 100, 100), lambda _: 1e9)
     assert child.course.went_on_from == 100 and child.course.cold_from == 0
     turn(keeping, [*first.tokens, *([3] * 300)], 100, 4)
     keeping.end_prompt(child.course, child.keys, 400)
@@ -143,7 +143,7 @@ def test_what_a_conversation_shares_with_others_stays_when_it_goes_on():
     turn(keeping, [*([1] * 80), *([2] * 300)], 0, 4)
     begun = turn(keeping, [*([1] * 80), *([3] * 300)], 0, 4)
     told = Told([*begun.tokens, *([4] * 200)], prompt=584)
-    keeping.begin(told.course, told.keys, 584, 384, 384, lambda _: 1e9)
+    keeping.begin(told.course, Text(told.keys, 584, 384, 384), lambda _: 1e9)
     assert told.course.went_on_from == 384
     assert told.course.cold_from == 80 and 80 in told.course.kept
 
@@ -152,7 +152,7 @@ def test_a_stem_whose_content_has_gone_is_named_again():
     keeping = Keeping(SPEC.groups, UNIT, HASH)
     turn(keeping, [*([1] * 80), *([2] * 300)], 0, 4)
     told = Told([*([1] * 80), *([3] * 300)])
-    keeping.begin(told.course, told.keys, 380, 0, 0, lambda _: 1e9)
+    keeping.begin(told.course, Text(told.keys, 380, 0, 0), lambda _: 1e9)
     assert keeping.parted(told.course, 0, 380) == [80]
     assert keeping.parted(told.course, 80, 380) == []
 
@@ -163,6 +163,6 @@ def test_the_end_of_a_prompt_that_others_have_wanted_stays_though_such_ends_do_n
     turn(keeping, [1] * 80, 0, 20)
     turn(keeping, [*([1] * 80), *([2] * 40)], 80, 4)
     again = Told([1] * 80)
-    keeping.begin(again.course, again.keys, 80, 60, 60, lambda _: 1e9)
+    keeping.begin(again.course, Text(again.keys, 80, 60, 60), lambda _: 1e9)
     keeping.end_prompt(again.course, again.keys, 80)
     assert again.course.kept >= {76, 80} and again.course.cold_from == again.course.cold_to

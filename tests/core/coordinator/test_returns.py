@@ -11,7 +11,8 @@ import pytest
 from core.driving import prompt
 from kvtier import FullAttention, SlidingWindow
 from kvtier.coordinator import returns
-from kvtier.coordinator.boundaries import SLACK, Boundaries
+from kvtier.coordinator.boundaries import Boundaries
+from kvtier.coordinator.partings import SLACK, Partings
 from kvtier.coordinator.returns import Before, Returns
 from kvtier.testing import canary_spec
 
@@ -118,7 +119,7 @@ def test_old_texts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     for conversation in range(17):
         known.end(chain(conversation, 4), 4, 4, Before())
     assert known.begin(chain(0, 8), 0, 9.0, 1.0) == (False, Before())
-    assert known.begin(chain(16, 8), 0, 9.0, 1.0) == (False, Before(16, 4, goes_on=True))
+    assert known.begin(chain(16, 8), 0, 9.0, 1.0) == (False, Before(16, 4, goes_on=True, of_new=True))
     assert known.begin(chain(99, 8), 0, 9.0, 1.0) == (False, Before())
     assert known.begin(chain(99, 0), 0, 9.0, 1.0) == (False, Before())
 
@@ -133,13 +134,14 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
     for tail in range(3):
         keys = joined((0, 10), (1 + tail, 6))
         _, before = known.begin(keys, 0, 9.0, 1.0)
-        assert before == (Before(tail - 1, 10, shared=10) if tail else Before())
+        first = Before(0, 10, shared=10, early=3 * SLACK, of_new=True)
+        assert before == (Before(), first, Before(1, 10, shared=10))[tail], "nobody else was known to part there"
         known.end(keys, 13, 16, before)
     at_an_answer_s_end = Before(1, 16, goes_on=True, shared=10)
     assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == at_an_answer_s_end
     for cut, goes_on in (12, True), (13, True), (14, True), (15, True), (11, False):
         before = known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1]
-        assert before == Before(1, cut, goes_on, shared=10 if goes_on else cut)
+        assert before == Before(1, cut, goes_on, 10 if goes_on else cut, early=max(0, 13 - cut) * SLACK)
 
 
 def test_two_questions_shortly_behind_a_beginning_make_it_a_stem() -> None:
@@ -258,3 +260,24 @@ def test_stems_stay_in_place_of_the_tails_behind_them(make_serving) -> None:
 
     assert found(pays=True) < 0.6 * 50 * 24, "the room is too small for what is used last"
     assert found(pays=False) > 0.9 * 50 * 24
+
+
+@pytest.mark.usefixtures("unaudited")
+def test_the_second_prompt_of_a_new_beginning_finds_it_once_others_have_parted_so(make_serving) -> None:
+    """Questions are longer than the slack, and the pools too small for all that windows pass."""
+
+    def found(learns: bool) -> list[bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not learns:
+                patch.setattr(Partings, "reach", lambda self, slack_bytes: 0)
+            serving = make_serving(SPEC, {"full": 400, "near": 240}, scheduler={"audit_every": 20})
+            found = []
+            for k in range(40):  # the second question comes when two other beginnings have come
+                for app in (k, k - 3):
+                    asked = [*prompt(3 + app, 100), *prompt(1000 + k + 500 * (app == k), 80)]
+                    done = serving.serve(f"{k} {app}", asked, 2)
+                    found.append(done.cached_tokens["device"])
+            return [tokens == 100 for tokens in found[21::2]]
+
+    assert sum(found(learns=False)) <= 3
+    assert sum(found(learns=True)) >= 27

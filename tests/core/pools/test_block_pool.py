@@ -41,6 +41,7 @@ class Model(RuleBasedStateMachine):
         self.fences: dict[tuple[int, int], int] = {}
         self.empty = {g: list(range(1, USABLE[g] + 1)) for g in range(GROUPS)}  # next to go out first
         self.cached: dict[int, list[int]] = {g: [] for g in range(GROUPS)}  # coldest first
+        self.cold: set[tuple[int, int]] = set()  # blocks that were released, or whose store ended, as superseded
         self.evicted = [0] * GROUPS
         self.peak = [0] * GROUPS
         self.ticket = 0
@@ -70,6 +71,9 @@ class Model(RuleBasedStateMachine):
                 self._to_empty(g, b)
 
     def _free(self, g: int, b: int, cold: bool = False) -> None:
+        self.cold.discard((g, b))
+        if cold:
+            self.cold.add((g, b))
         if self.place[g, b] == "QUARANTINED":
             return
         if self.fences.get((g, b), 0) < 0:
@@ -121,14 +125,14 @@ class Model(RuleBasedStateMachine):
         self.pools.acquire(arr(g), arr(b))
 
     @precondition(lambda self: any(self.refs.values()))
-    @rule(data=st.data(), times=st.integers(1, 2))
-    def release(self, data: st.DataObject, times: int) -> None:
+    @rule(data=st.data(), times=st.integers(1, 2), cold=st.booleans())
+    def release(self, data: st.DataObject, times: int, cold: bool) -> None:
         g, b = data.draw(st.sampled_from([x for x in self.refs if self.refs[x]]))
         times = min(times, self.refs[g, b])
         self.refs[g, b] -= times
         if not self.refs[g, b]:
-            self._free(g, b)
-        self.pools.release(arr(*[g] * times), arr(*[b] * times))
+            self._free(g, b, cold)
+        self.pools.release(arr(*[g] * times), arr(*[b] * times), cold)
 
     @rule(g=st.integers(0, GROUPS - 1), b=st.integers(0, 5))
     def release_of_what_nobody_holds_is_an_error(self, g: int, b: int) -> None:
@@ -180,7 +184,7 @@ class Model(RuleBasedStateMachine):
             return
         del self.fences[g, b]
         if self.place[g, b] == "FENCED":
-            self._free(g, b, cold)
+            self._free(g, b, cold or (g, b) in self.cold)
         else:
             self._restore(g, b)
 
@@ -295,6 +299,26 @@ def test_a_prefix_whose_store_has_ended_is_evicted_in_the_order_in_which_it_woul
     order = blocks.tolist() if cold else blocks[::-1].tolist()
     assert pools.coldest(0, 3).tolist() == order
     assert [int(pools.take(arr(0))[0]) for _ in range(3)] == order
+
+
+def test_what_is_superseded_when_it_is_released_still_is_when_its_store_ends():
+    pools = BlockPools(Layout.fixed([64], [3]))
+    blocks = pools.take(arr(0, 0, 0))
+    pools.publish(arr(0, 0, 0), blocks, np.concatenate([key_of(n) for n in range(3)]), Mark.READY)
+    pools.release(arr(0), blocks[:1])
+    pools.fence(arr(0), blocks[1:2], 1)
+    pools.release(arr(0), blocks[1:2], cold=True)
+    pools.release(arr(0), blocks[2:], cold=True)
+    pools.fence(arr(0), blocks[2:], 2)  # the other way round: it was cached when its store began
+    pools.unfence(arr(0), blocks[1:2], 1)
+    pools.unfence(arr(0), blocks[2:], 2)
+    assert pools.coldest(0, 3).tolist() == blocks[[2, 1, 0]].tolist()
+    assert pools.is_superseded(arr(0, 0, 0), blocks).tolist() == [False, True, True]
+    pools.acquire(arr(0), blocks[1:2])
+    pools.fence(arr(0), blocks[1:2], 3)
+    pools.release(arr(0), blocks[1:2])
+    pools.unfence(arr(0), blocks[1:2], 3)
+    assert pools.coldest(0, 3).tolist() == blocks[[2, 0, 1]].tolist(), "it was wanted again"
 
 
 def test_a_cached_block_that_a_store_begins_to_read_is_in_no_ones_way_and_comes_back_once():

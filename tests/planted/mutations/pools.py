@@ -52,6 +52,13 @@ MUTATIONS = (
         ("unfence_batch", "range(len(groups) - 1, -1, -1)", "range(len(groups))"),
     ),
     mutation(
+        "superseded_content_forgotten_behind_a_fence",
+        "I21",
+        "what a store reads while it is given up as superseded is kept as long as any other content",
+        "core/pools/block_pool",
+        ("_to_free", "block.link = cold", "block.link = 0"),
+    ),
+    mutation(
         "unfence_without_ticket_check",
         "I17 I18",
         "an old store's end clears a newer store's fence",
@@ -229,7 +236,7 @@ MUTATIONS = (
         "I21",
         "a prompt that parts a few tokens before the end of an older one finds nothing",
         "core/coordinator/boundaries",
-        ("needed_from", "max(0, first - SLACK)", "first"),
+        ("needed_from", "max(0, first - reach)", "first"),
     ),
     mutation(
         "what_is_passed_is_stored",

@@ -1,0 +1,75 @@
+"""How long before the end of new prompts others part from them, and whether the windows there are worth their bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier import FullAttention, GroupSpec, Part, RecurrentState, SlidingWindow
+from kvtier.coordinator.partings import REACHES, SLACK, Partings
+from kvtier.coordinator.returns import TextBytes
+from kvtier.testing import canary_spec
+
+
+def asked(early: int, times: int = 40, size: float = 100.0, again: bool = True) -> Partings:
+    """New texts of 100 tokens, from each of which another one parts ``early`` tokens before its end."""
+    known = Partings()
+    for _ in range(times):
+        known.begin(size, is_new=True)
+        if again:
+            known.begin(size, is_new=False)
+            known.find(100, early, of_new=True)
+    return known
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert Partings().reach(1.0) == 0
+    assert asked(0, again=False).reach(1.0) == 0
+
+
+@pytest.mark.parametrize(("early", "reach"), [(1, 1), (SLACK, 1), (SLACK + 1, 2), (3 * SLACK, 4), (32 * SLACK, 32)])
+def test_the_least_reach_that_finds_others_is_kept(early: int, reach: int) -> None:
+    assert asked(early).reach(1.0) == reach * SLACK
+
+
+def test_what_is_found_at_ends_or_too_early_needs_no_reach() -> None:
+    assert asked(0).reach(1.0) == 0
+    assert asked(SLACK * 2 ** (REACHES - 1) + 1).reach(1.0) == 0
+
+
+def test_a_reach_must_be_worth_its_bytes() -> None:
+    known = asked(4 * SLACK)
+    assert known.reach(10.0) == 4 * SLACK
+    for _ in range(40):  # others, of which a byte finds ten times as much
+        known.begin(100.0, is_new=False)
+        known.find(1000, 0, of_new=False)
+    assert known.reach(10.0) == 0
+
+
+def test_a_reach_that_finds_a_few_more_is_not_kept_for_them() -> None:
+    known = asked(SLACK, 40)
+    known.begin(100.0, is_new=True)
+    known.find(100, 16 * SLACK, of_new=True)
+    assert known.reach(10.0) == SLACK
+    assert known.reach(0.01) == 16 * SLACK, "where windows cost next to nothing"
+
+
+def test_few_texts_do_not_decide() -> None:
+    assert asked(16 * SLACK, 1, size=1.0).reach(1.0) in {0, 16 * SLACK}
+    known = asked(0, 20)
+    known.begin(100.0, is_new=False)
+    known.find(100, 16 * SLACK, of_new=True)
+    assert known.reach(20.0) == 0
+
+
+def test_windows_alone_have_a_reach() -> None:
+    def slack(**groups: object) -> float:
+        return TextBytes(canary_spec(groups).groups).slack  # type: ignore[arg-type]
+
+    full, near = (FullAttention(), 4), (SlidingWindow(8), 4)
+    state = RecurrentState((Part("conv0", (3,), "float32"),))
+    groups = [*canary_spec({"near": near}).groups, GroupSpec("state", state, 2, block_tokens=4)]
+    assert TextBytes(groups).slack == 0, "a state is one position"
+    assert slack(full=full) == 0
+    of_one = slack(full=full, near=near)
+    assert of_one == SLACK / 4 * canary_spec({"near": near}).groups[0].block_bytes
+    assert slack(full=full, near=near, far=(SlidingWindow(100), 4)) == 2 * of_one
