@@ -148,6 +148,12 @@ class RecurrentState:
         names = [part.name for part in self.parts]
         if len(set(names)) != len(names):
             raise ConfigError(f"the parts of a state need names of their own, got {names}")
+        for part in self.parts:
+            if DTYPE_BYTES[part.dtype] == 1 or (part.dtype == "float16" and not part.name.startswith("conv")):
+                raise ConfigError(
+                    f"part {shown(part.name)}: a state adds up all tokens, and {part.dtype} overflows or drifts; keep "
+                    "it in float32 or bfloat16 (parts called conv... are windows of inputs, and may be in float16)"
+                )
         object.__setattr__(self, "parts", tuple(self.parts))
 
     def first_visible(self, position: int) -> int:
@@ -214,6 +220,11 @@ class GroupSpec:
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
+        if isinstance(self.attention, RecurrentState) and self.block_bytes >= _BOUND:
+            raise ConfigError(
+                f"{where}: the state of {self.num_layers:,} layers takes {self.block_bytes:,} bytes; a block must be "
+                "below 2 GiB"
+            )
         if self.kv_scales is not None:
             self._check_scales(where)
         if isinstance(self.attention, ChunkedLocal) and self.attention.chunk_tokens % self.block_tokens:

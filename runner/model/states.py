@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvtier.geometry.spec import GroupSpec, Part, RecurrentState
 from kvtier.machine.errors import UnsupportedModel
+from runner.model.time_steps import limit_decodes
 
 _CALLS = ("update_conv_state", "update_recurrent_state")
 _ARGUMENTS = ("cache", "cache_params", "past_key_values")
@@ -78,6 +79,7 @@ class Mixers:
         """Indices of the layers with one."""
         for module, argument in _mixers(model):
             self.layers.add(int(module.layer_idx))
+            limit_decodes(module, lambda: self.step is not None)
             module.forward = _Mixer(self, module, argument)
 
 

@@ -29,6 +29,7 @@ from kvtier import (
 from kvtier.geometry.capacity import full_blocks, held_blocks, peak_blocks
 
 PART = Part("recurrent0", (2, 3), "float32")
+HALF_GIB = Part("recurrent0", (2**27,), "float32")
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -68,6 +69,9 @@ def test_a_block_has_the_parts_of_all_layers_on_borders() -> None:
         (lambda: Part("x", (4, 0), "float32"), "part 'x': a size must be a positive integer"),
         (lambda: Part("x", (4,), "int32"), "part 'x': unknown dtype 'int32'"),
         (lambda: Part("x", (2**20, 2**20), "float32"), "2 GiB are too many"),
+        (lambda: RecurrentState((Part("x", (4,), "float16"),)), "part 'x': .* float16 overflows or drifts"),
+        (lambda: RecurrentState((Part("conv0", (4,), "fp8"),)), "part 'conv0': .* float8_e4m3fn overflows"),
+        (lambda: GroupSpec("s", RecurrentState((HALF_GIB,)), 4), "4 layers takes 2,147,483,648 bytes; .* below 2 GiB"),
         (lambda: GroupSpec("s", RecurrentState((PART,)), 1, num_kv_heads=2), "num_kv_heads is of keys and values"),
         (lambda: GroupSpec("s", RecurrentState((PART,)), 1, head_dim=2), "head_dim is of keys and values"),
         (lambda: GroupSpec("s", RecurrentState((PART,)), 0), "num_layers must be a positive integer"),
