@@ -95,15 +95,17 @@ def copies() -> dict[str, Any]:
 
 
 def agents(folder: Path, gib: Sequence[int], every: int, at_once: int, tell: Callable[[str], object]) -> Iterator[Any]:
-    """The whole trace in so many GiB, with full attention alone and with states beside it."""
+    """The whole trace in so many GiB, with full attention alone and with states beside it.
+
+    ``every``: each so-manieth session alone, in as much less memory.
+    """
     turns = read(folder, every)
     for size in gib:
         row: dict[str, Any] = {"gib": size, "every": every, "at_once": at_once, "requests": len(turns)}
         for name, states in (("full", False), ("states", True)):
-            tell(f"{len(turns):,} requests in {size:,} GiB, {name}")
-            begun_s = time.process_time()
-            found = serve(turns, QWEN3_NEXT.spec(states), size * GIB, at_once=at_once, step_tokens=LONG)
-            row[name] = _found(found) | {"cpu_s": round(time.process_time() - begun_s, 1)}
+            tell(f"{len(turns):,} requests in {size:,} GiB / {every}, {name}")
+            spec, num_bytes = QWEN3_NEXT.spec(states), size * GIB // every
+            row[name] = _found(serve(turns, spec, num_bytes, at_once=at_once, step_tokens=LONG))
         row["ratio"] = row["states"]["computed"] / row["full"]["computed"]
         yield row
 
