@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--traces", type=Path, metavar="DIR", help="the folder of the traces, see benchmarks.hits")
     parser.add_argument("--gib", type=int, nargs="+", default=[256, 1024], help="memories of the agents")
-    parser.add_argument("--every", type=int, default=1, help="take each n-th session of the agents, and 1/n of the memory")
+    parser.add_argument(
+        "--every", type=int, default=1, help="take each n-th session of the agents, and 1/n of the memory"
+    )
     parser.add_argument("--at-once", type=int, default=16, help="requests of the agents that run at a time")
     parser.add_argument("--json", type=Path, help="write the figures with machine and commit here")
     args = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -82,6 +83,6 @@ def _session(requests: Sequence[Any], begun_s: float, contexts: int, made: list[
             turn = Turn(context, np.append(ids[:whole], _TAIL + len(made)), num_tokens, max(1, said))
             turns.append((turn, kept))
             made.append((begun_s + at_s, turn))
-    for (turn, _), (following, kept) in reversed(list(zip(turns, turns[1:], strict=False))):
+    for (turn, _), (following, kept) in reversed(list(pairwise(turns))):
         turn.goes_on_to(following, kept)
     return contexts

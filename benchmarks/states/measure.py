@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.hits.traces import agentic
-from benchmarks.micro.rows import decoding, serve as serve_zeros
+from benchmarks.micro.rows import decoding
 from benchmarks.micro.shapes import SHAPES, books, prompt
 from benchmarks.states.agentic import read
 from benchmarks.states.shapes import BLOCK_TOKENS, GLM_FLASH, QWEN3_5_27B, QWEN3_NEXT
-from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Part, RecurrentState, Request, Scheduler
+from kvtier import CacheSpec, FullAttention, GroupSpec, Part, RecurrentState, Request, Scheduler
 from runner.bench.replay.asked import Asked, Tokens
 from runner.bench.replay.bound import measure as bound_of
 from runner.bench.replay.serve import Found, serve

@@ -39,7 +39,9 @@ def test_turns_share_what_the_trace_says(tmp_path: Path) -> None:
 
 
 def test_sizes_are_those_of_the_models() -> None:
-    sizes = [(s.spec().token_bytes, s.spec().group("state").block_bytes >> 20) for s in (QWEN3_NEXT, QWEN3_5_27B, GLM_FLASH)]
+    sizes = [
+        (s.spec().token_bytes, s.spec().group("state").block_bytes >> 20) for s in (QWEN3_NEXT, QWEN3_5_27B, GLM_FLASH)
+    ]
     assert sizes == [(24_576, 74), (65_536, 147), (15_488, 71)]
     assert QWEN3_NEXT.spec(states=False).names == ("full",)
 

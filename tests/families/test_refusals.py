@@ -78,7 +78,10 @@ REFUSED = {
     "bidirectional gemma4": (lambda: zoo.config("gemma4", use_bidirectional_attention="all"), "not causal"),
     "layers that loop": (lambda: for_model("dory"), r"dory: its layers run in loops .n_recurrent_loops=2."),
     "cycles of layers": (lambda: for_model("hrm_text"), r"hrm_text: its layers run in loops .H_cycles=2."),
-    "no heads": (lambda: SimpleNamespace(model_type="own", num_hidden_layers=2, vocab_size=9), "no num_attention_heads"),
+    "no heads": (
+        lambda: SimpleNamespace(model_type="own", num_hidden_layers=2, vocab_size=9),
+        "no num_attention_heads",
+    ),
     "no layers": (lambda: for_model("blt"), "no num_hidden_layers"),
     "all layers shared": (lambda: zoo.config("gemma4_shared", num_kv_shared_layers=6), "no earlier layer of its type"),
     "layers without attention": (
