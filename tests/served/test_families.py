@@ -1,7 +1,7 @@
 """Every family through the whole engine, against transformers: chunked prefill, hits from both tiers, preemption.
 
 Logits are compared and not only tokens: with random weights a wrong mask can leave the likeliest token as it is. The
-largest differences are printed (``pytest -s``): docs/log/families.md has them.
+largest differences are printed (``pytest -s``): docs/SERVING.md has them.
 """
 
 from __future__ import annotations
