@@ -85,6 +85,11 @@ class GroupSpec:
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
+        if isinstance(self.attention, RecurrentState) and self.block_bytes >= BOUND:
+            raise ConfigError(
+                f"{where}: the state of {self.num_layers:,} layers takes {self.block_bytes:,} bytes; a block must be "
+                "below 2 GiB"
+            )
         if self.kv_scales is not None:
             self._check_scales(where)
         if isinstance(self.attention, ChunkedLocal) and self.attention.chunk_tokens % self.block_tokens:
@@ -97,6 +102,12 @@ class GroupSpec:
         for what, nothing in (("num_kv_heads", 0), ("head_dim", 0), ("head_dim_v", None), ("kv_scales", None)):
             if getattr(self, what) != nothing:
                 raise ConfigError(f"{where}: {what} is of keys and values, and a RecurrentState has its own parts")
+        for part in state.parts:
+            if DTYPE_BYTES[part.dtype] == 1 or (part.dtype == "float16" and not part.name.startswith("conv")):
+                raise ConfigError(
+                    f"{where}, part {shown(part.name)}: a state adds up all tokens, and {part.dtype} overflows or drifts; "
+                    "keep it in float32 or bfloat16 (parts called conv... are windows of inputs, and may be in float16)"
+                )
         object.__setattr__(self, "dtype", state.parts[0].dtype)
         if isinstance(self.block_tokens, _Default):
             object.__setattr__(self, "block_tokens", STATE_TOKENS)

@@ -33,7 +33,6 @@ _OF_MODELS = {
     "zamba": _FORGETS,
     "zamba2": "its layers share one attention, which has no place of its own",
     "zaya": "its attention itself keeps a state",
-    "nemotron_h": "its own decodes differ from its prompts by more than rounding",
     "minimax": _OWN_STATES,
     "recurrent_gemma": "it has them in its modules, not in a cache",
     "inkling": _OWN_STATES,
@@ -41,6 +40,11 @@ _OF_MODELS = {
     "inkling2_loop": _OWN_STATES,
 }
 """Recurrent models that transformers has and kvtier cannot serve: their configs do not tell."""
+_OF_NO_LAYER_TYPE = {
+    "rwkv": "its code hands them from call to call in lists of its own, not in a cache",
+    "xlstm": "its code has a cache class of its own for them",
+}
+"""Such models whose configs do not even name types of layers."""
 _SPARSE = "picks the tokens it sees by their content, with extra state per token"
 _REASONS = {
     "recurrent": _RECURRENT,
@@ -90,9 +94,11 @@ def refuse_model(hf_config: Any, text: Any) -> None:
 
 def refuse_layers(text: Any, types: Sequence[str]) -> None:
     """Raises ``UnsupportedModel`` for the first layer that neither attends in a way that is known nor keeps a state."""
+    if reason := _OF_NO_LAYER_TYPE.get(_name(text)):
+        raise UnsupportedModel(f"{_name(text)}: each layer {_RECURRENT}: {reason}")
     for i, layer_type in enumerate(types):
         recurrent = layer_type in STATE_TYPES or layer_type in BOTH_TYPES
-        if recurrent and (reason := _OF_MODELS.get(_name(text))):
+        if recurrent and (reason := _OF_MODELS.get(_name(text).removesuffix("_text"))):
             raise UnsupportedModel(f"{_name(text)}: layer {i} is {layer_type!r}, which {_RECURRENT}: {reason}")
         if not recurrent and layer_type not in (*SERVED_TYPES, *BARE_TYPES):
             reason = _REASONS.get(layer_type, "is not a type that kvtier knows")

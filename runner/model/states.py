@@ -26,6 +26,7 @@ from torch import Tensor
 from kvtier.geometry.kinds import STATE_TOKENS, Part, RecurrentState
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import UnsupportedModel
+from runner.model.time_steps import limit_decodes
 
 _CALLS = ("update_conv_state", "update_recurrent_state")
 _ARGUMENTS = ("cache", "cache_params", "past_key_values")
@@ -114,6 +115,7 @@ class Mixers:
         for module, argument in _mixers(model):
             self.modules.add(module)
             self.layers.add(int(module.layer_idx))
+            limit_decodes(module, lambda: self.step is not None)
             module.forward = _Mixer(self, module, argument)
 
 

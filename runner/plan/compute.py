@@ -9,6 +9,7 @@ Does not   know how fast a machine is.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -48,7 +49,8 @@ def weights(hf_config: Any) -> Weights:
     text = text_config(hf_config)
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, trust_remote_code=False)
+            own = copy.deepcopy(text)  # transformers writes the dtype into it
+            model: Any = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16, trust_remote_code=False)
     except Exception as problem:  # modeling code of any family: it raises what it likes
         raise UnsupportedModel(
             f"{text.model_type}: its weights cannot be counted without a checkpoint "

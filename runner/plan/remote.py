@@ -149,11 +149,11 @@ def plan_remote(
         )
 
     most, even = lengths[-1].tokens, None
-    beyond = _first_unit(lambda n: not fits(n), sizes.unit, most)
+    beyond = first_unit(lambda n: not fits(n), sizes.unit, most)
     longest = most if beyond is None else beyond - sizes.unit
     if compute_s is not None:
         # Fetching grows ever more slowly with the length, and computing ever faster: they meet once at most.
-        even = _first_unit(lambda n: fetch_s(sizes.hit(n, fullest=True)) < compute_s(n), sizes.unit, longest)
+        even = first_unit(lambda n: fetch_s(sizes.hit(n, fullest=True)) < compute_s(n), sizes.unit, longest)
     return RemotePlan(
         num_bytes=num_bytes,
         gb_per_s=gb_per_s,
@@ -178,7 +178,7 @@ def _why_not(of: LengthPlan) -> str:
     return "" if of.device.requests else "does not fit the device"
 
 
-def _first_unit(is_sooner: Callable[[int], bool], unit: int, longest: int) -> int | None:
+def first_unit(is_sooner: Callable[[int], bool], unit: int, longest: int) -> int | None:
     """The first multiple of ``unit`` from which on ``is_sooner`` is true; None if it is not even at the last one."""
     low, high = 0, longest // unit
     if not high or not is_sooner(high * unit):

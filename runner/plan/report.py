@@ -89,6 +89,23 @@ class Transient:
 
 
 @dataclass(frozen=True)
+class StatePlan:
+    """What recurrent layers keep of a request: one state, whatever its length.
+
+    ``snapshot_bytes``: of a state that is kept for later hits; ``running_bytes``: of those that a request holds while
+    it decodes. ``as_tokens``: tokens whose K and V take as much as a snapshot, None without K and V. ``restore_s``: to
+    load a snapshot from the host. ``break_even_tokens``: from this length on, loading a hit, K and V too, takes less
+    time than computing; None if it never does, or if computing cannot be estimated.
+    """
+
+    snapshot_bytes: int
+    running_bytes: int
+    as_tokens: int | None
+    restore_s: float
+    break_even_tokens: int | None
+
+
+@dataclass(frozen=True)
 class RemoteLength:
     """A hit of ``tokens`` tokens that is in the remote tier alone, and a text of them there.
 
@@ -198,6 +215,7 @@ class Plan:
     lengths: tuple[LengthPlan, ...]
     transient: Transient
     assumptions: Assumptions
+    states: StatePlan | None = None
     remote: RemotePlan | None = None
     trace: TracePlan | None = None
 

@@ -21,8 +21,8 @@ from kvtier.machine.integers import shown
 from runner.model.checkpoint import find_config
 from runner.plan import compute
 from runner.plan.hits import TraceOptions, plan_hits
-from runner.plan.remote import plan_remote
-from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, TierPlan, Transient
+from runner.plan.remote import first_unit, plan_remote
+from runner.plan.report import Assumptions, Fit, GroupPlan, LengthPlan, Plan, StatePlan, TierPlan, Transient
 
 LEAST_RATE = 1e-6
 """Least rate: with less, times grow beyond what a float or JSON can say."""
@@ -93,8 +93,8 @@ def run(model: str | Path | Any, options: Options, tell: Callable[[str], object]
     wanted = sorted({*LENGTHS, *([options.context] if options.context else [])})
     lengths = tuple(_length(config, spec, n, positions, device, host, weights, options) for n in wanted)
     remote = None
+    compute_s = None if weights is None else partial(_compute_s, config, spec, weights, options)
     if options.remote_gb_per_s is not None:
-        compute_s = None if weights is None else partial(_compute_s, config, spec, weights, options)
         rates = options.remote_gb_per_s, options.link_gb_per_s
         fits = partial(_fits, spec, device, host, positions)
         remote = plan_remote(spec, store_bytes, *rates, lengths, fits, compute_s)
@@ -121,6 +121,7 @@ def run(model: str | Path | Any, options: Options, tell: Callable[[str], object]
             weights.per_token if weights else None,
             unknown,
         ),
+        states=_states(spec, options, compute_s),
         remote=remote,
         trace=trace,
     )
@@ -234,6 +235,26 @@ def _transient(spec: CacheSpec, device: Layout, step_tokens: int) -> Transient:
         {spec.names[g]: peak[g] for g in local},
         sum(peak[g] - least[g] for g in local),
         capacity.longest(device, spec, step_tokens),
+    )
+
+
+def _states(spec: CacheSpec, options: Options, compute_s: Callable[[int], float] | None) -> StatePlan | None:
+    """None for models without recurrent layers."""
+    groups = [group for group in spec.groups if group.attention.kind is Kind.STATE]
+    if not groups:
+        return None
+    rate, snapshot = options.link_gb_per_s * 1e9, sum(group.block_bytes for group in groups)
+
+    def is_sooner(n: int) -> bool:
+        loaded = sum(capacity.bytes_of(spec, capacity.hit_blocks(spec, n)))
+        return compute_s is not None and loaded / rate < compute_s(n)
+
+    return StatePlan(
+        snapshot_bytes=snapshot,
+        running_bytes=sum(group.block_bytes * group.peak_blocks(2 * group.block_tokens) for group in groups),
+        as_tokens=-(-snapshot // spec.token_bytes) if spec.token_bytes else None,
+        restore_s=snapshot / rate,
+        break_even_tokens=first_unit(is_sooner, spec.hit_tokens, max(LENGTHS)),
     )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from kvtier.geometry.dtypes import DTYPE_BYTES
 from runner.display.tables import plain_table, print_table, print_text
 from runner.display.units import count, flop, numerous, seconds, size, tokens_of
-from runner.plan.report import Plan
+from runner.plan.report import Plan, StatePlan
 from runner.plan.show_hits import hits_notes, hits_table
 from runner.plan.show_remote import break_even, holds_table, remote_notes, remote_table
 
@@ -40,8 +40,8 @@ def _groups(plan: Plan) -> Table:
             group.name,
             group.attention,
             str(group.num_layers),
-            str(group.num_kv_heads),
-            dims,
+            str(group.num_kv_heads or "-"),
+            dims if group.head_dim else "-",
             f"{group.token_bytes:,} B",
             size(group.block_bytes),
         )
@@ -108,9 +108,24 @@ def _limits(plan: Plan) -> list[str]:
             f"While up to {step.step_tokens:,} tokens of a prompt run in one step: {groups}, {size(step.extra_bytes)} "
             "more than while generating; where that does not fit, steps are made shorter."
         )
+    if plan.states is not None:
+        lines.append(_states(plan.states, plan.host is not None))
     if plan.remote is not None:
         lines.append(break_even(plan, plan.remote))
     return lines
+
+
+def _states(of: StatePlan, has_host: bool) -> str:
+    """What a state takes, running and kept, and what restoring it costs."""
+    text = f"States: a request holds {size(of.running_bytes)} while it decodes. A snapshot takes "
+    text += size(of.snapshot_bytes)
+    if of.as_tokens is not None:
+        text += f", as much as K and V of {of.as_tokens:,} tokens"
+    if has_host:
+        text += f". Restoring it from the host takes {seconds(of.restore_s)}"
+        if of.break_even_tokens is not None:
+            text += f"; a hit is sooner loaded than computed from {of.break_even_tokens:,} tokens on"
+    return text + "."
 
 
 def _notes(plan: Plan) -> list[str]:

@@ -31,6 +31,7 @@ from kvtier.geometry.capacity import full_blocks, held_blocks, peak_blocks
 from kvtier.gpu_pool.block_table import BlockTables
 
 PART = Part("recurrent0", (2, 3), "float32")
+HALF_GIB = Part("recurrent0", (2**27,), "float32")
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -57,6 +58,10 @@ def test_a_block_has_the_parts_of_all_layers_on_borders() -> None:
     assert hash(group) == hash(GroupSpec("state", RecurrentState((Part("conv0", (5,), "bfloat16"), PART)), 3))
 
 
+def state_of(part: str, dtype: str) -> GroupSpec:
+    return GroupSpec("s", RecurrentState((Part(part, (4,), dtype),)), 1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -70,6 +75,9 @@ def test_a_block_has_the_parts_of_all_layers_on_borders() -> None:
         (lambda: Part("x", (4, 0), "float32"), "part 'x': a size must be a positive integer"),
         (lambda: Part("x", (4,), "int32"), "part 'x': unknown dtype 'int32'"),
         (lambda: Part("x", (2**20, 2**20), "float32"), "2 GiB are too many"),
+        (lambda: state_of("x", "float16"), "part 'x': .* float16 overflows or drifts"),
+        (lambda: state_of("conv0", "fp8"), "part 'conv0': .* float8_e4m3fn overflows"),
+        (lambda: GroupSpec("s", RecurrentState((HALF_GIB,)), 4), "4 layers takes 2,147,483,648 bytes; .* below 2 GiB"),
         (lambda: GroupSpec("s", RecurrentState((PART,)), 1, num_kv_heads=2), "num_kv_heads is of keys and values"),
         (lambda: GroupSpec("s", RecurrentState((PART,)), 1, head_dim=2), "head_dim is of keys and values"),
         (lambda: GroupSpec("s", RecurrentState((PART,)), 0), "num_layers must be a positive integer"),

@@ -32,6 +32,7 @@ LATENT = [
     "sarvam_mla",
     "minicpm3",
     "youtu",
+    "bailing_hybrid",
     "kimi_linear",
     "longcat_flash",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,9 +45,11 @@ REFUSED = {
     "jamba": (lambda: for_model("jamba"), r"'linear_attention', .*begin .* from no state"),
     "zaya": (lambda: for_model("zaya"), "its attention itself keeps a state"),
     "zamba2": (lambda: for_model("zamba2"), "share one attention"),
-    "nemotron_h": (lambda: for_model("nemotron_h"), "its own decodes differ"),
     "minimax": (lambda: for_model("minimax"), "are not those of transformers' linear attention"),
     "recurrent_gemma": (lambda: for_model("recurrent_gemma"), "keeps a recurrent state"),
+    "rwkv": (lambda: for_model("rwkv"), "each layer keeps a recurrent state .* in lists of its own"),
+    "xlstm": (lambda: for_model("xlstm"), "each layer keeps a recurrent state .* a cache class of its own"),
+    "inkling2": (lambda: for_model("inkling2"), "are not those of transformers' linear attention"),
     "deepseek_v32": (lambda: for_model("deepseek_v32"), "'indexed_attention', which picks the tokens it sees"),
     "deepseek_v4": (lambda: for_model("deepseek_v4"), "'heavily_compressed_attention'"),
     "dots3_note": (lambda: for_model("dots3_note"), "'indexed_attention'"),
@@ -75,7 +78,10 @@ REFUSED = {
     "bidirectional gemma4": (lambda: zoo.config("gemma4", use_bidirectional_attention="all"), "not causal"),
     "layers that loop": (lambda: for_model("dory"), r"dory: its layers run in loops .n_recurrent_loops=2."),
     "cycles of layers": (lambda: for_model("hrm_text"), r"hrm_text: its layers run in loops .H_cycles=2."),
-    "no heads": (lambda: for_model("rwkv"), "no num_attention_heads"),
+    "no heads": (
+        lambda: SimpleNamespace(model_type="own", num_hidden_layers=2, vocab_size=9),
+        "no num_attention_heads",
+    ),
     "no layers": (lambda: for_model("blt"), "no num_hidden_layers"),
     "all layers shared": (lambda: zoo.config("gemma4_shared", num_kv_shared_layers=6), "no earlier layer of its type"),
     "layers without attention": (
@@ -166,6 +172,20 @@ def test_configs_refused_with_the_reason(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UnsupportedModel, match=message):
         CacheSpec.from_config(make())
+
+
+RECURRENT = ["mamba", "jamba", "zaya", "zamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"]
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_recurrent_models_are_refused_before_the_weights_are_read(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, message = REFUSED[model_type]
+    make().save_pretrained(tmp_path)
+    monkeypatch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedModel, match=message):
+        HybridModel.load(tmp_path)
 
 
 def test_refused_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,29 @@ from runner.model import selfcheck
 from runner.model.graphs import why_eager
 from runner.model.hybrid import HybridModel
 from runner.model.states import Mixers
+from runner.model.time_steps import limit_decodes
 
 from . import zoo
 from .conftest import Family
 from .fake import FakeCache, FakeSteps
 
-RECURRENT = ["qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid", "bamba", "falcon_h1", "mamba2", "kimi_linear"]
+RECURRENT = [
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "lara_mini",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "granitemoehybrid",
+    "bamba",
+    "falcon_h1",
+    "mamba2",
+    "nemotron_h",
+    "bailing_hybrid",
+    "kimi_linear",
+]
 RECURRENT = [name for name in RECURRENT if name in zoo.ZOO]
 
 
@@ -33,6 +50,8 @@ def test_parts_and_roles_are_those_of_the_familys_own_code() -> None:
     assert spec.layers == (*({"state": ("state", i)} for i in range(3)), {"kv": ("full", 0)})
     half = CacheSpec.from_config(zoo.config("qwen3_next"), dtype="bfloat16").group("state")
     assert [part.dtype for part in half.attention.parts] == ["bfloat16", "float32"]
+    float16 = CacheSpec.from_config(zoo.config("qwen3_next"), dtype="float16").group("state")
+    assert [part.dtype for part in float16.attention.parts] == ["float16", "float32"]
     narrow = CacheSpec.from_config(zoo.config("qwen3_next"), dtype="fp8")
     assert (narrow.group("full").dtype, narrow.group("state").attention) == ("float8_e4m3fn", group.attention)
 
@@ -51,6 +70,43 @@ def test_a_config_that_transformers_cannot_be_asked_about() -> None:
     config = SimpleNamespace(**text, layer_types=["linear_attention", "full_attention"])
     with pytest.raises(UnsupportedModel, match="own: what its recurrent layers keep is asked of transformers"):
         CacheSpec.from_config(config)
+
+
+def test_a_config_whose_own_code_fails_when_it_is_asked() -> None:
+    with pytest.raises(UnsupportedModel, match="qwen3_next: its own code does not tell what its recurrent layers keep"):
+        CacheSpec.from_config(zoo.config("qwen3_next", hidden_act="none_such"))
+
+
+def test_every_recurrent_family_of_the_zoo_is_here() -> None:
+    of_states = [name for name in zoo.ZOO if any(CacheSpec.from_config(zoo.config(name)).places("state"))]
+    assert sorted(of_states) == sorted(RECURRENT)
+
+
+def test_a_family_that_limits_time_steps_in_prompts_limits_them_in_decodes(family: Callable[[str], Family]) -> None:
+    """Nemotron-H's own decodes do not, and its own forward is left as it is."""
+    subject = family("nemotron_h")
+    mixer, mixers = subject.model.model.model.layers[0].mixer, subject.model.mixers
+    hidden = torch.zeros(3, 1, 64)
+    with torch.no_grad():
+        mixer.dt_bias.fill_(-20.0)
+        steps = [float(mixer.in_proj(hidden)[0, 0, -1])]
+        mixers.step = True
+        try:
+            steps += [float(mixer.in_proj(x)[0, 0, -1]) for x in (hidden, hidden.expand(3, 2, 64))]
+        finally:
+            mixers.step = None
+    own, decode, prompt = (torch.nn.functional.softplus(torch.tensor(step - 20.0)) for step in steps)
+    assert own == prompt < 1e-8
+    assert abs(decode - 1e-3) < 1e-7
+
+
+def test_limits_of_time_steps_in_a_mixer_of_another_form_are_refused() -> None:
+    mixer = torch.nn.Linear(4, 4)
+    mixer.layer_idx, mixer.time_step_limit = 7, (0.0, 0.1)  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModel, match=r"layer 7 \(Linear\): its code limits the time steps of prompts"):
+        limit_decodes(mixer, lambda: True)
+    mixer.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+    limit_decodes(mixer, lambda: True)
 
 
 def logits_and_states(model: HybridModel, prompt: list[int], most: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -75,7 +131,7 @@ PROMPT = [*range(3, 140), *range(3, 120)][:250]
 CUTS = 100, 150, 7, 1
 
 
-@pytest.mark.parametrize("name", sample(RECURRENT, ["qwen3_next", "lfm2"]))
+@pytest.mark.parametrize("name", sample(RECURRENT, ["qwen3_next", "lfm2", "nemotron_h"]))
 def test_a_state_is_nearly_the_same_however_its_prompt_was_cut(family: Callable[[str], Family], name: str) -> None:
     """Within 1e-5 of its largest number in float32, if steps end at multiples of 64: products of other row counts round
     otherwise. A wrong state is far away."""

@@ -199,7 +199,29 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("youtu", _LATENT),
     "qwen3_next": ("qwen3_next", {**_DELTA, **_FEW_EXPERTS, "shared_expert_intermediate_size": 32}),
     "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA, **_FEW_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "olmo_hybrid": ("olmo_hybrid", _DELTA),
+    "lara_mini": (
+        "lara_mini",
+        {
+            **_DELTA,
+            **_FEW_EXPERTS,
+            "shared_expert_intermediate_size": 32,
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+            "sliding_window": 20,
+        },
+    ),
     "lfm2": ("lfm2", {"layer_types": _CONV, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", {**_FEW_EXPERTS, "layer_types": _CONV, "conv_L_cache": 3, "num_dense_layers": 1}),
+    "lfm3": (
+        "lfm3",
+        {
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "conv_L_cache": 5,
+            "sliding_window": 20,
+            "head_dim": 16,
+        },
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         {
@@ -216,6 +238,24 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "mamba2",
         {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 16, "expand": 2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **_DEEPSEEK_EXPERTS,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            "head_dim": 16,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {**_LATENT, **_DEEPSEEK_EXPERTS, "layer_types": _LINEAR, "num_local_experts": 4, "head_dim": 16},
     ),
     "kimi_linear": (
         "kimi_linear",

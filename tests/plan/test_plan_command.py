@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import zoo
+from rich.console import Console
 from transformers import AutoConfig
 
 import kvtier
@@ -20,6 +23,7 @@ from runner.cli import main
 from runner.display.units import count, seconds, size
 from runner.needle import weights_path
 from runner.plan import Options, run
+from runner.plan.show import show
 
 MEMORY = ["--device-memory", "80GiB", "--host-memory", "200GiB"]
 
@@ -156,6 +160,32 @@ def test_every_family_of_the_zoo_can_be_planned_for() -> None:
         found = run(zoo.config(name), Options("1GiB", "1GiB"))
         assert found.lengths[0].device.requests > 0, name
         assert found.assumptions.weights_unknown is None, name
+
+
+def test_states_are_told_by_request_and_snapshot() -> None:
+    config = zoo.config("qwen3_next")
+    group = CacheSpec.from_config(config).group("state")
+    options = Options("1GiB", "1GiB", link_gb_per_s=1e-3, peak_tflops=1e-3, utilisation=1.0)
+    plan = run(config, options)
+    assert plan.states is not None
+    assert plan.states.snapshot_bytes == group.block_bytes
+    assert plan.states.running_bytes == 2 * group.block_bytes
+    assert plan.states.as_tokens == -(-group.block_bytes // CacheSpec.from_config(config).token_bytes)
+    assert plan.states.restore_s == group.block_bytes / 1e6
+    first, before = (n for n in (plan.states.break_even_tokens, (plan.states.break_even_tokens or 0) - 64))
+    assert first is not None and first > 64
+    rows = {n: run(config, replace(options, context=n)).lengths for n in (first, before)}
+    for n, is_sooner in ((first, True), (before, False)):
+        (row,) = (length for length in rows[n] if length.tokens == n)
+        assert row.recompute_s is not None and (row.load_s < row.recompute_s) == is_sooner
+    console = Console(width=80, file=StringIO())
+    show(plan, console)
+    text = words(console.file.getvalue())  # type: ignore[attr-defined]
+    assert "States: a request holds 36.0 KiB while it decodes. A snapshot takes 18.0 KiB, as much as K and V of" in text
+    assert f"a hit is sooner loaded than computed from {first:,} tokens on." in text
+    show(run(config, Options("1GiB")), alone := Console(width=80, file=StringIO()))
+    assert "Restoring" not in alone.file.getvalue()  # type: ignore[attr-defined]
+    assert run(zoo.config("llama"), options).states is None
 
 
 def test_weights_that_cannot_be_counted_leave_recomputing_out(

@@ -437,6 +437,16 @@ def test_of_every_scenario_it_is_tried_whether_it_passes_without_having_happened
     assert {name for name, _ in UNFORCED} == set(BY_NAME)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "loaded", "has_happened"), [(1, 1, True), (1, 0, False), (3, 2, True), (3, 3, False)]
+)
+def test_a_hit_of_one_state_is_mixed_if_it_came_from_the_host(blocks: int, loaded: int, has_happened: bool) -> None:
+    plan = SimpleNamespace(hit_blocks=lambda prompt: blocks)
+    evidence: Any = SimpleNamespace(plan=plan, outcomes=[SimpleNamespace(prompt=0, loaded_blocks=loaded)])
+    *_, is_mixed = scenarios.FROM_BOTH.values()
+    assert is_mixed(evidence) == has_happened
+
+
 @pytest.mark.usefixtures("unaudited", "few_rounds")
 @pytest.mark.parametrize(("name", "unforced"), sample(UNFORCED, {row[0]: row for row in reversed(UNFORCED)}.values()))
 def test_a_scenario_that_did_not_happen_does_not_pass(

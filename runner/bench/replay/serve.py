@@ -29,6 +29,8 @@ class Found:
     """Requests that can never fit this memory; nothing of them is found."""
     failed: int = 0
     """Requests that ended before their answer did, since the memory was too small; nothing of them is found."""
+    hits: dict[int, int] = field(default_factory=dict)
+    """Tokens that were found of each other request, by its number."""
 
     @property
     def rate(self) -> float:
@@ -43,6 +45,7 @@ class Found:
             return
         for tier, count in done.cached_tokens.items():
             self.tiers[tier] += count
+        self.hits[int(done.request_id)] = sum(done.cached_tokens.values())
 
 
 def serve(
