@@ -105,7 +105,7 @@ class GroupSpec:
         for part in state.parts:
             if DTYPE_BYTES[part.dtype] == 1 or (part.dtype == "float16" and not part.name.startswith("conv")):
                 raise ConfigError(
-                    f"{where}, part {shown(part.name)}: a state adds up all tokens, and {part.dtype} overflows or drifts; "
+                    f"{where}, part {shown(part.name)}: {part.dtype} overflows or drifts over a long text; "
                     "keep it in float32 or bfloat16 (parts called conv... are windows of inputs, and may be in float16)"
                 )
         object.__setattr__(self, "dtype", state.parts[0].dtype)
