@@ -50,7 +50,7 @@ def _groups(plan: Plan) -> Table:
 
 def _fits(plan: Plan) -> Table:
     host = plan.host
-    tiers = f"{size(plan.device.num_bytes)} of device memory" + (
+    tiers = f"{size(plan.device.num_bytes)} of device memory for KV" + (
         f" and {size(host.num_bytes)} of host memory" if host else ""
     )
     columns = ["tokens", "one\nrequest", "if all\nfull", "factor", "device\nrequests", "at\nworst", "device\ntokens"]
