@@ -50,12 +50,12 @@ def _groups(plan: Plan) -> Table:
 
 def _fits(plan: Plan) -> Table:
     host = plan.host
-    tiers = f"{size(plan.device.num_bytes)} of device memory for KV" + (
-        f" and {size(host.num_bytes)} of host memory" if host else ""
+    tiers = f"{size(plan.device.num_bytes)} on the device" + (
+        f" and {size(host.num_bytes)} on the host" if host else ""
     )
     columns = ["tokens", "one\nrequest", "if all\nfull", "factor", "device\nrequests", "at\nworst", "device\ntokens"]
     columns += ["host\nrequests", "host\ntokens"] if host else []
-    table = plain_table(f"What fits into {tiers}", (), tuple(columns))
+    table = plain_table(f"KV that fits into {tiers}", (), tuple(columns))
     table.padding = 0  # nine columns in 80 characters
     for length in plan.lengths:
         row = [
