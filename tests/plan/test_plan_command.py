@@ -231,7 +231,7 @@ def test_the_picture_is_a_png(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert main(["plan", str(folder), *MEMORY, "--plot", str(target)]) == 0
     data = target.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 10_000
-    assert "What fits" in capsys.readouterr().out
+    assert "KV that fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["nowhere/out.png", "out.tiff7"])
