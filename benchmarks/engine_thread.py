@@ -64,7 +64,7 @@ ANSWER_TOKENS = 256
 class Gate:
     """A model whose forward lasts until it is let go; it clocks what its thread does between two forwards."""
 
-    device, dtype, vocab_size = torch.device("cpu"), torch.float32, VOCABULARY
+    device, dtype, vocab_size, unsound = torch.device("cpu"), torch.float32, VOCABULARY, ()
 
     def __init__(self, running: int) -> None:
         self._logits = torch.zeros(running, VOCABULARY)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         ForwardFailed as ForwardFailed,
         ModelLoadError as ModelLoadError,
         NonFiniteLogits as NonFiniteLogits,
+        NonFiniteState as NonFiniteState,
         Overloaded as Overloaded,
         RequestOutput as RequestOutput,
         RequestOutputKind as RequestOutputKind,
@@ -149,8 +150,8 @@ _HOMES = {
 }
 """Each module, and the names that it gives to the package."""
 _OF_THE_ENGINE = (
-    "AsyncLLM CompletionOutput EngineDead ForwardFailed LLM ModelLoadError NonFiniteLogits Overloaded RequestOutput "
-    "RequestOutputKind RunnerError SamplingParams StructuredOutputs UnknownRequest needle"
+    "AsyncLLM CompletionOutput EngineDead ForwardFailed LLM ModelLoadError NonFiniteLogits NonFiniteState Overloaded "
+    "RequestOutput RequestOutputKind RunnerError SamplingParams StructuredOutputs UnknownRequest needle"
 )
 """Names of the reference engine. ``__all__`` lacks them: ``import *`` would import torch and transformers."""
 _FORMER = {"RelayedBooks": "HostTierScheduler", "HostWorker": "HostTierWorker"}

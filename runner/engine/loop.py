@@ -218,7 +218,7 @@ class Engine:
             also = np.concatenate([rows for _, rows in asking]) if asking else ()
             logits = self.model.forward(step, self.cache, also) if asking else self.model.forward(step, self.cache)
         of_prompts = [(name, one) for name, one in self._of_prompts(asking, logits[len(samples) :])] if asking else []
-        unsound = self.model.mixers.unsound
+        unsound = self.model.unsound
         if unsound:  # no token is chosen for them, either
             logits[torch.from_numpy(np.flatnonzero(np.isin(samples, unsound)))] = torch.nan
         made = _Made(prompt_logprobs=of_prompts, unsound=unsound)

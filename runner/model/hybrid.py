@@ -86,6 +86,8 @@ class HybridModel:
         self.latents = take_latents(model, NAME)
         self.mixers = Mixers.of(model)
         """Its recurrent layers."""
+        self.unsound: Sequence[int] = ()
+        """Entries of the last forward that have left a state which is not finite where others find it; ascending."""
         self.fused = fuse(model, self.device, exact)
         """Modules that run as fewer kernels, by sort."""
         self.proven: frozenset[int] = frozenset()
@@ -198,7 +200,7 @@ class HybridModel:
         context = self.context(cache, batches, self._ids(step.positions), states)
         rows = np.concatenate([last, also]).astype(np.int64) if len(also) else last
         logits = self.run(self._ids(step.token_ids), context, self._ids(rows))
-        self.mixers.unsound = sorted(set().union(*(found.unsound for found in states.values())))
+        self.unsound = sorted(set().union(*(found.unsound for found in states.values())))
         return logits
 
     def context(

@@ -107,8 +107,6 @@ class Mixers:
     def __init__(self, model: torch.nn.Module) -> None:
         self.step: Any = None
         """The StepContext of the forward under way; None: the family's own forward."""
-        self.unsound: list[int] = []
-        """Entries of the last step that have left a state which is not finite where others may find it; ascending."""
         self.layers: set[int] = set()
         """Indices of the layers with one."""
         self.modules: set[torch.nn.Module] = set()

@@ -13,7 +13,7 @@ from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError
 from kvtier.attention import choice, reference
 from kvtier.attention.choice import Choice, Machine, choose
 from kvtier.attention.flashinfer import FlashInfer
-from kvtier.machine.errors import AttentionUnavailable, NotExact
+from kvtier.machine.errors import AttentionUnavailable
 
 HOPPER = Machine("0.7.2.post1", (9, 0))
 
@@ -68,8 +68,6 @@ def test_latents_are_attended_to_by_the_reference_and_the_note_says_why() -> Non
         with pytest.raises(AttentionUnavailable, match=r"latents \(MLA\); or use attention='auto'"):
             choose("flashinfer", "cuda:0", groups, machine=HOPPER, latent=True)
     assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], latent=True).reason
-    with pytest.raises(NotExact, match="with recurrent layers: leave exact out"):
-        choice.exactly("auto", "cpu", torch.float32, "recurrent layers")
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvtier import CacheSpec, FullAttention, GroupSpec, SlidingWindow, UnsupportedModel
 from kvtier.attention import reference
 from kvtier.geometry.layout import Layout
-from kvtier.machine.errors import NotExact
 from kvtier.pools.arena import Arena
 from runner.model.attention import NAME
 from runner.model.hybrid import HybridModel
@@ -159,15 +158,6 @@ def test_rotated_keys_may_come_first_or_last(change: str) -> None:
 def test_an_expansion_of_another_form_is_refused_by_name(change: str, message: str) -> None:
     with pytest.raises(UnsupportedModel, match=rf"layer 5 \(Layer\): .*{message}; kvtier cannot keep latents"):
         take_latents(Layer(change), NAME)
-
-
-def test_exact_answers_are_refused_before_the_weights_are_read(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = family("minicpm3").folder
-    monkeypatch.setattr("runner.model.checkpoint.read_model", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(NotExact, match="latent attention"):
-        HybridModel.load(folder, exact=True)
 
 
 def test_half_precision_weights_and_pools(family: Callable[[str], Family]) -> None:

@@ -87,14 +87,16 @@ def test_a_family_that_limits_time_steps_in_prompts_limits_them_in_decodes(famil
     subject = family("nemotron_h")
     mixer, mixers = subject.model.model.model.layers[0].mixer, subject.model.mixers
     hidden = torch.zeros(3, 1, 64)
+    bias = mixer.dt_bias.clone()
     with torch.no_grad():
-        mixer.dt_bias.fill_(-20.0)
-        steps = [float(mixer.in_proj(hidden)[0, 0, -1])]
-        mixers.step = True
         try:
+            mixer.dt_bias.fill_(-20.0)
+            steps = [float(mixer.in_proj(hidden)[0, 0, -1])]
+            mixers.step = True
             steps += [float(mixer.in_proj(x)[0, 0, -1]) for x in (hidden, hidden.expand(3, 2, 64))]
         finally:
             mixers.step = None
+            mixer.dt_bias.copy_(bias)
     own, decode, prompt = (torch.nn.functional.softplus(torch.tensor(step - 20.0)) for step in steps)
     assert own == prompt < 1e-8
     assert abs(decode - 1e-3) < 1e-7

@@ -38,7 +38,7 @@ EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:*"}
 class Known:
     """A model whose logits are known already."""
 
-    device, dtype, vocab_size = torch.device("cpu"), torch.float32, 8
+    device, dtype, vocab_size, unsound = torch.device("cpu"), torch.float32, 8, ()
 
     def forward(self, step: Any, cache: KVCache) -> torch.Tensor:
         return torch.zeros(len(step.sample_rows), self.vocab_size)

@@ -32,7 +32,7 @@ def stage() -> Stage:
 class Silent:
     """A model that says token 0."""
 
-    device, tokenizer, vocab_size = torch.device("cpu"), None, VOCABULARY
+    device, tokenizer, vocab_size, unsound = torch.device("cpu"), None, VOCABULARY, ()
 
     def __init__(self) -> None:
         self.computed: list[int] = []
