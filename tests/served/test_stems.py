@@ -158,27 +158,24 @@ def test_a_template_that_writes_the_date_is_rendered_anew_every_day(llm: LLM, mo
     assert told == [(206,)] * 3
 
 
-def test_the_second_user_of_a_system_prompt_hits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("least", "found"), [(stems.LEAST, 192), (10_000, 0)])
+def test_the_second_user_of_a_system_prompt_hits(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, least: int, found: int
+) -> None:
     params = SamplingParams(max_tokens=2, temperature=0, n=2, ignore_eos=True)
-    for least, found in ((10_000, 0), (stems.LEAST, 192)):
-        monkeypatch.setattr(stems, "LEAST", least)
-        llm.reset_prefix_cache()
-        llm.chat([SYSTEM, user("w7 " * 290)], params, use_tqdm=False)
-        [second] = llm.chat([SYSTEM, user("w8 " * 290)], params, use_tqdm=False)
-        assert sum(second.cached_tokens.values()) == found
+    monkeypatch.setattr(stems, "LEAST", least)
+    llm.chat([SYSTEM, user("w7 " * 290)], params, use_tqdm=False)
+    [second] = llm.chat([SYSTEM, user("w8 " * 290)], params, use_tqdm=False)
+    assert sum(second.cached_tokens.values()) == found
 
 
-def test_a_prompt_as_a_dict_tells_where_others_part(llm: LLM) -> None:
+@pytest.mark.parametrize(("told", "found"), [({}, 0), ({"boundaries": ()}, 0), ({"boundaries": [200]}, 192)])
+def test_a_prompt_as_a_dict_tells_where_others_part(llm: LLM, told: dict[str, Any], found: int) -> None:
     text = [llm.tokenizer(SYSTEM["content"])["input_ids"], *llm.tokenizer(["w7 " * 290, "w8 " * 290])["input_ids"]]
-    for salt, boundaries, found in (
-        ("none", {}, 0),
-        ("()", {"boundaries": ()}, 0),
-        ("told", {"boundaries": [200]}, 192),  # last: where others part is learned, too
-    ):
-        prompts = [{"prompt_token_ids": text[0] + end, "cache_salt": salt} for end in text[1:]]
-        llm.generate(prompts[0] | boundaries, GREEDY, use_tqdm=False)
-        [second] = llm.generate(prompts[1], GREEDY, use_tqdm=False)
-        assert sum(second.cached_tokens.values()) == found
+    prompts = [{"prompt_token_ids": text[0] + end} for end in text[1:]]
+    llm.generate(prompts[0] | told, GREEDY, use_tqdm=False)
+    [second] = llm.generate(prompts[1], GREEDY, use_tqdm=False)
+    assert sum(second.cached_tokens.values()) == found
 
 
 @pytest.mark.parametrize("wrong", [[0], [4], [1.5], [True], "12", 3, None, {1: 2}])
