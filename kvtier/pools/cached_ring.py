@@ -163,6 +163,19 @@ def coldest_stamp(p: Any, g: Any) -> Any:
 
 
 @inlined
+def stamp_behind(p: Any, g: Any, n: Any) -> Any:
+    """When the n-th coldest entry was cached, as ``coldest_stamp`` says it; the caller knows that there are n."""
+    meta = p.meta
+    start, position, clock = _U(meta[g, _RBASE]), meta[g, _HEAD] - 1, meta[0, _CLOCK]
+    while n > 0:
+        position += 1
+        n -= p.ring[start + ring_at(meta, g, position)] != 0
+    if p.ring[start + ring_at(meta, g, position)] < 0:
+        return np.int64(-1)
+    return clock - ((clock - _stamp(p, g, position)) & _TICKS)
+
+
+@inlined
 def as_cold(p: Any, g: Any, most: Any) -> Any:
     """How many entries go with the coldest one, ``most`` at most: if that is superseded, only superseded ones."""
     meta = p.meta
