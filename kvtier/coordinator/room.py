@@ -181,7 +181,7 @@ class Room:
         if np.all(need <= self.pools.column(Col.EMPTY)):
             return True
         while True:
-            self.pools.provide(need, self.spares_cached)
+            self.pools.provide(need, self.spares_cached, self._compactor.move)
             planned: int | Counts = 0
             if self.spares_cached:
                 evicted = self.pools.coldest_of(need - self.pools.column(Col.EMPTY))

@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 
 from kvtier.machine.loops.jit import inlined, jit
-from kvtier.pools.cached_ring import as_cold, coldest_stamp, enter_ring, leave_ring, stamp_behind
+from kvtier.pools.cached_ring import as_cold, coldest_stamp, rename_entry, stamp_of
 from kvtier.pools.key_index import rename
 from kvtier.pools.pool_loops import evict, make_empty, take, unpublish
 from kvtier.pools.pool_state import Col, Mark, Place, PoolArrays, SlabCol
-from kvtier.pools.slab_loops import close_slab, first_block, list_of, open_slab
+from kvtier.pools.slab_loops import close_slab, first_block, open_slab
 
 _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
     int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.HELD, Col.PEAK_HELD)
 )
 _PER_SLAB, _MOST_SLABS, _SLABS, _UNUSED = int(Col.PER_SLAB), int(Col.MOST_SLABS), int(Col.SLABS), int(Col.UNUSED)
-_EVICTED, _OPEN = int(Col.EVICTED), int(Col.OPEN)
-_RBASE = int(Col.RING_BASE)
+_EVICTED = int(Col.EVICTED)
 _OWNER, _S_EMPTY, _S_CACHED = int(SlabCol.OWNER), int(SlabCol.EMPTY), int(SlabCol.CACHED)
 _S_LISTED, _S_FRESH, _S_STAMP = int(SlabCol.LISTED), int(SlabCol.FRESH), int(SlabCol.STAMP)
 _S_SUPERSEDED, _S_STUCK, _S_FENCES = int(SlabCol.SUPERSEDED), int(SlabCol.STUCK), int(SlabCol.FENCES)
@@ -130,113 +129,99 @@ def coldest_slab(p: Any, g: Any, need: Any, spare_cached: Any) -> Any:
 
 
 @inlined
-def _given_up(meta: Any, h: Any, need: Any) -> Any:
-    """Cached blocks that the pool of group h has to give up, to be a slab of empty ones richer than need[h]."""
+def _lost(meta: Any, h: Any, need: Any) -> Any:
+    """Cached blocks that the pool of group h gives up if it is to have need[h] empty blocks and a slab of them."""
     return meta[h, _PER_SLAB] - max(np.int64(0), meta[h, _N_EMPTY] - need[h])
 
 
 @inlined
-def fullest_of_empties(meta: Any, slabs: Any, h: Any) -> Any:
-    best, most = np.int64(-1), np.int64(-1)
+def _emptiest(meta: Any, slabs: Any, h: Any) -> Any:
+    """The idle slab of group h with the most empty blocks; -1 if it has no idle one."""
+    best = np.int64(-1)
     for s in range(len(slabs)):
-        if slabs[s, _OWNER] == h and _is_idle(meta, slabs, s) and slabs[s, _S_EMPTY] > most:
-            best, most = np.int64(s), slabs[s, _S_EMPTY]
+        if slabs[s, _OWNER] == h and _is_idle(meta, slabs, s):
+            if best < 0 or slabs[s, _S_EMPTY] > slabs[best, _S_EMPTY]:
+                best = np.int64(s)
     return best
 
 
 @inlined
-def coldest_pool(p: Any, g: Any, need: Any) -> Any:
-    meta = p.meta
-    best, least = np.int64(-1), np.int64(2**62)
+def _coldest_pool(p: Any, g: Any, need: Any, before: Any) -> Any:
+    """The group, other than g, whose coldest blocks, a slab's worth of them, are the coldest; -1 if none.
+
+    Only if all of them were cached ``before``.
+    """
+    meta, best = p.meta, np.int64(-1)
     for h in range(len(meta)):
-        if h == g or meta[h, _SLABS] == 0 or not _can_spare(meta, h, need):
+        n = _lost(meta, h, need)
+        if h == g or n <= 0 or n > meta[h, _N_CACHED] or not _can_spare(meta, h, need):
             continue
-        n = _given_up(meta, h, need)
-        if n > meta[h, _N_CACHED] or fullest_of_empties(meta, p.slabs, h) < 0:
-            continue
-        worth = stamp_behind(p, h, n) if n > 0 else np.int64(-2)
-        if worth < least:
-            best, least = np.int64(h), worth
-    return best, least
+        worth = stamp_of(p, h, n)
+        if worth < before and _emptiest(meta, p.slabs, h) >= 0:
+            best, before = np.int64(h), worth
+    return best
 
 
 @inlined
-def gather(p: Any, h: Any, need: Any) -> Any:
+def _gather(p: Any, h: Any, need: Any, moves: Any) -> Any:
+    """Group h gives up its coldest blocks, a slab's worth of them, and one slab: content that stays moves out of it.
+
+    Returns the slab, which has no pool now, and the number of moves.
+    """
     meta, slabs = p.meta, p.slabs
-    n = _given_up(meta, h, need)
-    if n > 0:
-        evict(p, h, n)
-    s = fullest_of_empties(meta, slabs, h)
+    evict(p, h, _lost(meta, h, need))
+    s, n, peak = _emptiest(meta, slabs, h), np.int64(0), meta[h, _PEAK]
     first = first_block(meta, h, s)
-    moved = np.int64(0)
-    own = slabs[s, _S_EMPTY]
-    if own > 0:
-        close_slab(meta, slabs, h, s)
-    # take the slab's blocks out of the pool
-    meta[h, _N_EMPTY] -= own
-    stamp = slabs[s, _S_STAMP]
     for b in range(first, first + meta[h, _PER_SLAB]):
-        block = p.blocks[_U(meta[h, _BASE] + b)]
-        if block.place == _CACHED:
-            t = meta[h, _OPEN]
-            if slabs[t, _S_LISTED] > 0:
-                slabs[t, _S_LISTED] -= 1
-                target = np.int64(p.empties[_U(list_of(meta, h, t) + slabs[t, _S_LISTED])])
-            else:
-                target = slabs[t, _S_FRESH]
-                slabs[t, _S_FRESH] += 1
-            slabs[t, _S_EMPTY] -= 1
-            if slabs[t, _S_EMPTY] == 0:
-                close_slab(meta, slabs, h, t)
-            meta[h, _N_EMPTY] -= 1
-            to = p.blocks[_U(meta[h, _BASE] + target)]
-            rename(p, h, np.int64(b), np.int64(target))
-            at = _U(meta[h, _RBASE]) + _U(block.link)
-            sup = p.ring[at] < 0
-            p.ring[at] = -target if sup else target
-            to.link = block.link
-            to.place = _CACHED
-            to.slab = t
-            to.refs = 0
-            to.fence = 0
-            slabs[t, _S_CACHED] += 1
-            slabs[t, _S_SUPERSEDED] += sup
-            if not sup:
-                slabs[t, _S_STAMP] = max(slabs[t, _S_STAMP], stamp)
-            block.place = _PLACE_EMPTY
-            moved += 1
-    meta[h, _SLABS] -= 1
-    slabs[s, _OWNER] = -1
-    slabs[s, _S_EMPTY] = 0
-    slabs[s, _S_CACHED] = 0
-    slabs[s, _S_SUPERSEDED] = 0
-    return s
+        if p.blocks[_U(meta[h, _BASE] + b)].place == _CACHED:
+            moves[0, n] = b
+            n += 1
+    _part(meta, slabs, h, s)
+    take(p, h, moves[1], 0, n, -1)
+    for k in range(n):
+        old, new = np.int64(moves[0, k]), np.int64(moves[1, k])
+        rename(p, h, old, new)
+        rename_entry(p, h, old, new)
+        p.blocks[_U(meta[h, _BASE] + old)].place = _PLACE_EMPTY
+        target = p.blocks[_U(meta[h, _BASE] + new)]
+        target.place = _CACHED
+        target.refs = 0
+    meta[h, _N_HELD] -= n
+    meta[h, _PEAK] = peak
+    return s, n
 
 
 @jit
 def provide(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, need: Any, spare_cached: Any
+    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
+    need: Any, spare_cached: Any, may_move: Any, moves: Any,
 ) -> Any:
     """Gives pools slabs so that each group has need[G] empty blocks, or cached blocks colder than the others'.
 
-    Returns whether every group has as many empty and cached blocks. Changes nothing if pools have slabs of their own.
+    If cached blocks ``may_move``, a pool whose slabs all have content younger than what would go otherwise can give one
+    up too: its coldest blocks go, and the rest of one slab moves to their places. Then this stops: the caller copies
+    ``moves``, int32 [2, blocks of a slab], from and to, and asks again. If there is no room for moves, it stops before.
+
+    Returns (whether every group has as many empty and cached blocks, group of the moves or -1, their number). It is not
+    enough if it has stopped. Changes nothing if pools have slabs of their own.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     enough = True
     for g in range(len(meta)):
         while need[g] > meta[g, _N_EMPTY] and meta[g, _SLABS] < meta[g, _MOST_SLABS]:
-            s = coldest_slab(p, g, need, spare_cached)
-            if not spare_cached and meta[0, _UNUSED] >= len(slabs):
-                whole = _worth(slabs, s) if s >= 0 else np.int64(2**62)
-                if s < 0 and need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]:
-                    whole = coldest_stamp(p, g)
-                if whole > -2:
-                    h, worth = coldest_pool(p, g, need)
-                    if h >= 0 and worth < whole:
-                        s = gather(p, h, need)
-                        adopt(meta, slabs, g, s)
-                        continue
-            if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
+            s, has_own = coldest_slab(p, g, need, spare_cached), need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+            if may_move and not spare_cached:
+                loss = _worth(slabs, s) if s >= 0 else coldest_stamp(p, g) if has_own else np.int64(2**62)
+                h = _coldest_pool(p, g, need, loss)
+                if h >= 0:
+                    if moves.shape[1] == 0:
+                        return False, np.int64(-1), np.int64(0)
+                    s, n = _gather(p, h, need, moves)
+                    adopt(meta, slabs, g, s)
+                    if n > 0:
+                        return False, np.int64(h), np.int64(n)
+                    continue
+            if s < 0 and (spare_cached or not has_own):
                 break
             if s < 0:  # a slab's worth of its own goes, as far as it is as cold, then the next look
                 evict(p, g, as_cold(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])))
@@ -248,7 +233,7 @@ def provide(
             adopt(meta, slabs, g, s)
     for g in range(len(meta)):
         enough &= need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
-    return enough
+    return enough, np.int64(-1), np.int64(0)
 
 
 # --- emptying a slab by moving its blocks ---------------------------------------------------------
