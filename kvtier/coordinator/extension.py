@@ -65,6 +65,7 @@ class Extension:
                 self._need,
                 self._later,
                 self._total,
+                self._room.states,
                 self._no_moves,
             )
             if short >= 0:

@@ -76,6 +76,7 @@ class BlockPools:
         self.shared = layout.shared
         """Whether the pools exchange slabs."""
         self._wanted = np.zeros(len(rows), np.int64)
+        self._no_states = np.zeros(len(rows), np.uint8)
         self._moves = np.empty((2, int(layout.per_slab.max()) if layout.shared else 0), np.int32)
         if not self.shared:
             for g, slab in enumerate(layout.first_slab.tolist()):
@@ -153,16 +154,19 @@ class BlockPools:
         self,
         need: npt.NDArray[np.int64],
         spare_cached: bool = False,
+        states: npt.NDArray[np.uint8] | None = None,
         move: Callable[[int, Ids, Ids], None] | None = None,
     ) -> bool:
         """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.
 
         Cached content of other pools makes room if it is colder than the pool's own; with ``spare_cached`` it does not.
-        ``move`` copies cached blocks of a group to others, (group, from, to), so that older content can go that shares
-        its slabs with younger content; without it whole slabs go, as old as their youngest content.
+        ``states``: 1 for groups with states, uint8 [groups]. ``move`` copies cached blocks of a group to others, (group,
+        from, to), so that between them and other groups the coldest can go. Without both, whole slabs go.
         """
         while True:
-            enough, g, n = exchange.provide(*self.arrays, need, spare_cached, move is not None, self._moves)
+            enough, g, n = exchange.provide(
+                *self.arrays, need, spare_cached, self._no_states if states is None else states, self._moves
+            )
             if g < 0 or move is None:
                 return bool(enough)
             move(g, self._moves[0, :n], self._moves[1, :n])

@@ -146,15 +146,15 @@ def _emptiest(meta: Any, slabs: Any, h: Any) -> Any:
 
 
 @inlined
-def _coldest_pool(p: Any, g: Any, need: Any, before: Any) -> Any:
-    """The group, other than g, whose coldest blocks, a slab's worth of them, are the coldest; -1 if none.
+def _coldest_pool(p: Any, g: Any, need: Any, before: Any, states: Any) -> Any:
+    """The group whose coldest blocks, a slab's worth of them, are the coldest; -1 if none. It or g has ``states``.
 
     Only if all of them were cached ``before``.
     """
     meta, best = p.meta, np.int64(-1)
     for h in range(len(meta)):
         n = _lost(meta, h, need)
-        if h == g or n <= 0 or n > meta[h, _N_CACHED] or not _can_spare(meta, h, need):
+        if h == g or states[g] + states[h] == 0 or not 0 < n <= meta[h, _N_CACHED] or not _can_spare(meta, h, need):
             continue
         worth = stamp_of(p, h, n)
         if worth < before and _emptiest(meta, p.slabs, h) >= 0:
@@ -194,13 +194,15 @@ def _gather(p: Any, h: Any, need: Any, moves: Any) -> Any:
 @jit
 def provide(
     meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
-    need: Any, spare_cached: Any, may_move: Any, moves: Any,
+    need: Any, spare_cached: Any, states: Any, moves: Any,
 ) -> Any:
     """Gives pools slabs so that each group has need[G] empty blocks, or cached blocks colder than the others'.
 
-    If cached blocks ``may_move``, a pool whose slabs all have content younger than what would go otherwise can give one
-    up too: its coldest blocks go, and the rest of one slab moves to their places. Then this stops: the caller copies
-    ``moves``, int32 [2, blocks of a slab], from and to, and asks again. If there is no room for moves, it stops before.
+    A slab is as old as its youngest content. Slabs of K and V hold some of many texts, and one of states a text or two:
+    by that age states would go first, and K and V without a state are found by nobody. So from and to groups with
+    ``states``, uint8 [G], a pool can give up a slab although it has content younger than what would go otherwise: its
+    coldest blocks go, and the rest of one slab moves to their places. Then this stops: the caller copies ``moves``,
+    int32 [2, blocks of a slab], from and to, and asks again. If there is no room for moves, it stops before.
 
     Returns (whether every group has as many empty and cached blocks, group of the moves or -1, their number). It is not
     enough if it has stopped. Changes nothing if pools have slabs of their own.
@@ -210,9 +212,9 @@ def provide(
     for g in range(len(meta)):
         while need[g] > meta[g, _N_EMPTY] and meta[g, _SLABS] < meta[g, _MOST_SLABS]:
             s, has_own = coldest_slab(p, g, need, spare_cached), need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
-            if may_move and not spare_cached:
+            if not spare_cached:
                 loss = _worth(slabs, s) if s >= 0 else coldest_stamp(p, g) if has_own else np.int64(2**62)
-                h = _coldest_pool(p, g, need, loss)
+                h = _coldest_pool(p, g, need, loss, states)
                 if h >= 0:
                     if moves.shape[1] == 0:
                         return False, np.int64(-1), np.int64(0)
