@@ -139,9 +139,10 @@ def _emptiest(meta: Any, slabs: Any, h: Any) -> Any:
     """The idle slab of group h with the most empty blocks; -1 if it has no idle one."""
     best = np.int64(-1)
     for s in range(len(slabs)):
-        if slabs[s, _OWNER] == h and _is_idle(meta, slabs, s):
-            if best < 0 or slabs[s, _S_EMPTY] > slabs[best, _S_EMPTY]:
-                best = np.int64(s)
+        if slabs[s, _OWNER] != h or not _is_idle(meta, slabs, s):
+            continue
+        if best < 0 or slabs[s, _S_EMPTY] > slabs[best, _S_EMPTY]:
+            best = np.int64(s)
     return best
 
 
@@ -193,8 +194,16 @@ def _gather(p: Any, h: Any, need: Any, moves: Any) -> Any:
 
 @jit
 def provide(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
-    need: Any, spare_cached: Any, states: Any, moves: Any,
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    need: Any,
+    spare_cached: Any,
+    states: Any,
+    moves: Any,
 ) -> Any:
     """Gives pools slabs so that each group has need[G] empty blocks, or cached blocks colder than the others'.
 
