@@ -59,14 +59,14 @@ class Extension:
                 entries.budget,
                 entries.chunk_tokens,
                 self._room.spares_cached,
+                self._room.states,
+                self._no_moves,
                 rows,
                 ends,
                 self._used,
                 self._need,
                 self._later,
                 self._total,
-                self._room.states,
-                self._no_moves,
             )
             if short >= 0:
                 self._answer_shortage(short)

@@ -160,9 +160,9 @@ class BlockPools:
         """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.
 
         Cached content of other pools makes room if it is colder than the pool's own; with ``spare_cached`` it does not.
-        ``states``: 1 for groups with states, uint8 [groups]. Between these and others the coldest content goes, whatever
-        shares its slab: ``move`` copies cached blocks of a group to others, (group, from, to). Without both, slabs go as
-        they are.
+        ``states``: 1 for groups with states, uint8 [groups]. Between these and others the coldest content goes,
+        whatever shares its slab: ``move`` copies cached blocks of a group to others, (group, from, to). Without both,
+        slabs go as they are.
         """
         while True:
             enough, g, n = exchange.provide(
