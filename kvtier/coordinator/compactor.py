@@ -78,6 +78,11 @@ class Compactor:
             exchange.hand_over(meta, slabs, int(lacking[0]), s)
             return True
 
+    def move(self, g: int, sources: Ids, targets: Ids) -> None:
+        """Copies the bytes of blocks of group g, which the pools have moved."""
+        self._move(g, sources, targets)
+        self.num_moved += len(sources)
+
     def _movable(self, s: int, pinned: Match | None) -> tuple[Ids, Ids] | None:
         """Slab s's cached blocks and its held blocks; None if a held block has a holder that cannot be updated."""
         p = self._pools.arrays
@@ -116,11 +121,10 @@ class Compactor:
         targets = np.empty(len(held), np.int32)
         exchange.move_blocks(meta, blocks, slots, ring, empties, slabs, s, held, targets)
         if len(held):
-            self._move(g, held, targets)
+            self.move(g, held, targets)
             t, base = self._tables.arrays, int(meta[g, Col.BASE])
             _follow_in_rows(blocks, base, t.geometry, t.table, t.span, t.state, g, first, end)
             _follow(blocks, base, self._pinned(g, pinned), first, end)
-        self.num_moved += len(held)
 
     def _span(self, s: int) -> tuple[int, int]:
         """The blocks [first, end) of slab s in the pool that owns it."""

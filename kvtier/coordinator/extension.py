@@ -43,6 +43,7 @@ class Extension:
         self._preempt = preempt
         self._finish = finish
         self._used, self._need, self._later, self._total = np.zeros((4, len(coordinator.spec.groups)), np.int64)
+        self._no_moves = np.empty((2, 0), np.int32)
 
     def plan(self) -> None:
         """Adds running requests to the step's entries. Answers shortages until every request that can go on does so."""
@@ -58,6 +59,8 @@ class Extension:
                 entries.budget,
                 entries.chunk_tokens,
                 self._room.spares_cached,
+                self._room.states,
+                self._no_moves,
                 rows,
                 ends,
                 self._used,

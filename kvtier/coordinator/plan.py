@@ -134,8 +134,8 @@ def _extend(p: Any, t: Any, rows: Any, ends: Any, n: Any, need: Any) -> None:
 def plan_running(
     meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any,
     geometry: Any, table: Any, span: Any, state: Any, chain: Any, tail: Any, eos: Any, generated: Any, superseded: Any,
-    order: Any, skip: Any, budget: Any, before: Any, spare_cached: Any, rows: Any, ends: Any,
-    used: Any, need: Any, later: Any, total: Any,
+    order: Any, skip: Any, budget: Any, before: Any, spare_cached: Any, states: Any, moves: Any,
+    rows: Any, ends: Any, used: Any, need: Any, later: Any, total: Any,
 ) -> Any:
     """Gives every running row, in service order, the tokens that it computes in this step, and its blocks.
 
@@ -151,6 +151,7 @@ def plan_running(
     Returns (entries, tokens, position of the first short row or -1, whether the blocks were taken). A row is short if
     it cannot even compute one token; need[G] includes its need. Blocks are not taken if blocks must be moved or are
     still fenced, or if the tables are too narrow. With ``spare_cached`` they are not taken if they are cached.
+    ``states`` and ``moves``, int32 [2, 0], as in ``provide``.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     t = RowArrays(geometry, table, span, state, chain, tail, eos, generated, superseded)
@@ -164,7 +165,9 @@ def plan_running(
         ready = ready and longest <= (geometry[g, _WIDTH] - 1) * geometry[g, _BT]
         at_hand &= need[g] <= meta[g, _N_EMPTY]
     if ready and not at_hand:
-        ready = not spare_cached and provide(meta, blocks, slots, ring, empties, slabs, need, spare_cached)
+        ready = not spare_cached and provide(
+            meta, blocks, slots, ring, empties, slabs, need, spare_cached, states, moves
+        )[0]
     if ready:
         _extend(p, t, rows, ends, n, need)
         for k in range(n):

@@ -23,6 +23,7 @@ from kvtier.coordinator.victims import choose_victims
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry import capacity
+from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.block_table import BlockTables
 from kvtier.gpu_pool.row_state import Geo, Phase
 from kvtier.machine.errors import RequestTooLarge
@@ -62,6 +63,8 @@ class Room:
         self.tables = tables
         self.spares_cached = spares_cached
         """Whether a cached block may be handed out only after ``make_clean`` has provided for its copy."""
+        self.states = np.array([group.attention.kind is Kind.STATE for group in self.spec.groups], np.uint8)
+        """1 for groups with states."""
         self._connector = connector
         self._stores = stores
         self._compactor = compactor
@@ -181,7 +184,7 @@ class Room:
         if np.all(need <= self.pools.column(Col.EMPTY)):
             return True
         while True:
-            self.pools.provide(need, self.spares_cached)
+            self.pools.provide(need, self.spares_cached, self.states, self._compactor.move)
             planned: int | Counts = 0
             if self.spares_cached:
                 evicted = self.pools.coldest_of(need - self.pools.column(Col.EMPTY))

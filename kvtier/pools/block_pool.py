@@ -8,6 +8,7 @@ Does not   know tiers, tensors or copies: the same class serves device and host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +76,8 @@ class BlockPools:
         self.shared = layout.shared
         """Whether the pools exchange slabs."""
         self._wanted = np.zeros(len(rows), np.int64)
+        self._no_states = np.zeros(len(rows), np.uint8)
+        self._moves = np.empty((2, int(layout.per_slab.max()) if layout.shared else 0), np.int32)
         if not self.shared:
             for g, slab in enumerate(layout.first_slab.tolist()):
                 exchange.hand_over(meta, slabs, g, slab)
@@ -147,12 +150,27 @@ class BlockPools:
         if self.shared:
             self.arrays.meta[0, _CLOCK] += 1
 
-    def provide(self, need: npt.NDArray[np.int64], spare_cached: bool = False) -> bool:
+    def provide(
+        self,
+        need: npt.NDArray[np.int64],
+        spare_cached: bool = False,
+        states: npt.NDArray[np.uint8] | None = None,
+        move: Callable[[int, Ids, Ids], None] | None = None,
+    ) -> bool:
         """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.
 
         Cached content of other pools makes room if it is colder than the pool's own; with ``spare_cached`` it does not.
+        ``states``: 1 for groups with states, uint8 [groups]. Between these and others the coldest content goes,
+        whatever shares its slab: ``move`` copies cached blocks of a group to others, (group, from, to). Without both,
+        slabs go as they are.
         """
-        return bool(exchange.provide(*self.arrays, need, spare_cached))
+        while True:
+            enough, g, n = exchange.provide(
+                *self.arrays, need, spare_cached, self._no_states if states is None else states, self._moves
+            )
+            if g < 0 or move is None:
+                return bool(enough)
+            move(g, self._moves[0, :n], self._moves[1, :n])
 
     def is_enough(self, need: npt.NDArray[np.int64]) -> bool:
         """Whether ``need[g]`` blocks are clean, or one more slab can be had from a pool that can spare it, by moves."""

@@ -163,6 +163,38 @@ def coldest_stamp(p: Any, g: Any) -> Any:
 
 
 @inlined
+def stamp_of(p: Any, g: Any, n: Any) -> Any:
+    """When the n-th coldest entry was cached, or a few entries off; -1 if it was superseded. The caller knows that
+    there are n."""
+    meta = p.meta
+    start, position, clock = _U(meta[g, _RBASE]), meta[g, _HEAD] - 1, meta[0, _CLOCK]
+    while n > 0:
+        position += 1
+        n -= p.ring[start + ring_at(meta, g, position)] != 0
+    if p.ring[start + ring_at(meta, g, position)] < 0:
+        return np.int64(-1)
+    return clock - ((clock - _stamp(p, g, position)) & _TICKS)
+
+
+@inlined
+def rename_entry(p: Any, g: Any, old: Any, new: Any) -> None:
+    """Cached block ``old``'s entry is that of block ``new``, which is not cached yet, from now on."""
+    meta, slabs = p.meta, p.slabs
+    source, target = p.blocks[_U(meta[g, _BASE] + old)], p.blocks[_U(meta[g, _BASE] + new)]
+    at = _U(meta[g, _RBASE]) + _U(source.link)
+    superseded = p.ring[at] < 0
+    p.ring[at] = -new if superseded else new
+    target.link = source.link
+    a, b = np.int64(source.slab), np.int64(target.slab)
+    slabs[a, _S_CACHED] -= 1
+    slabs[b, _S_CACHED] += 1
+    slabs[a, _S_SUPERSEDED] -= superseded
+    slabs[b, _S_SUPERSEDED] += superseded
+    if not superseded:
+        slabs[b, _S_STAMP] = max(slabs[b, _S_STAMP], slabs[a, _S_STAMP])
+
+
+@inlined
 def as_cold(p: Any, g: Any, most: Any) -> Any:
     """How many entries go with the coldest one, ``most`` at most: if that is superseded, only superseded ones."""
     meta = p.meta

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.machine.loops.jit import inlined, jit
-from kvtier.pools.cached_ring import as_cold, coldest_stamp
+from kvtier.pools.cached_ring import as_cold, coldest_stamp, rename_entry, stamp_of
 from kvtier.pools.key_index import rename
 from kvtier.pools.pool_loops import evict, make_empty, take, unpublish
 from kvtier.pools.pool_state import Col, Mark, Place, PoolArrays, SlabCol
@@ -128,20 +128,111 @@ def coldest_slab(p: Any, g: Any, need: Any, spare_cached: Any) -> Any:
     return best
 
 
+@inlined
+def _lost(meta: Any, h: Any, need: Any) -> Any:
+    """Cached blocks that the pool of group h gives up if it is to have need[h] empty blocks and a slab of them."""
+    return meta[h, _PER_SLAB] - max(np.int64(0), meta[h, _N_EMPTY] - need[h])
+
+
+@inlined
+def _emptiest(meta: Any, slabs: Any, h: Any) -> Any:
+    """The idle slab of group h with the most empty blocks; -1 if it has no idle one."""
+    best = np.int64(-1)
+    for s in range(len(slabs)):
+        if slabs[s, _OWNER] != h or not _is_idle(meta, slabs, s):
+            continue
+        if best < 0 or slabs[s, _S_EMPTY] > slabs[best, _S_EMPTY]:
+            best = np.int64(s)
+    return best
+
+
+@inlined
+def _coldest_pool(p: Any, g: Any, need: Any, before: Any, states: Any) -> Any:
+    """The group whose coldest blocks, a slab's worth of them, are the coldest; -1 if none. It or g has ``states``.
+
+    Only if all of them were cached ``before``.
+    """
+    meta, best = p.meta, np.int64(-1)
+    for h in range(len(meta)):
+        n = _lost(meta, h, need)
+        if h == g or states[g] + states[h] == 0 or not 0 < n <= meta[h, _N_CACHED] or not _can_spare(meta, h, need):
+            continue
+        worth = stamp_of(p, h, n)
+        if worth < before and _emptiest(meta, p.slabs, h) >= 0:
+            best, before = np.int64(h), worth
+    return best
+
+
+@inlined
+def _gather(p: Any, h: Any, need: Any, moves: Any) -> Any:
+    """Group h gives up its coldest blocks, a slab's worth of them, and one slab: content that stays moves out of it.
+
+    Returns the slab, which has no pool now, and the number of moves.
+    """
+    meta, slabs = p.meta, p.slabs
+    evict(p, h, _lost(meta, h, need))
+    s, n, peak = _emptiest(meta, slabs, h), np.int64(0), meta[h, _PEAK]
+    first = first_block(meta, h, s)
+    for b in range(first, first + meta[h, _PER_SLAB]):
+        if p.blocks[_U(meta[h, _BASE] + b)].place == _CACHED:
+            moves[0, n] = b
+            n += 1
+    _part(meta, slabs, h, s)
+    take(p, h, moves[1], 0, n, -1)
+    for k in range(n):
+        old, new = np.int64(moves[0, k]), np.int64(moves[1, k])
+        rename(p, h, old, new)
+        rename_entry(p, h, old, new)
+        p.blocks[_U(meta[h, _BASE] + old)].place = _PLACE_EMPTY
+        target = p.blocks[_U(meta[h, _BASE] + new)]
+        target.place = _CACHED
+        target.refs = 0
+    meta[h, _N_HELD] -= n
+    meta[h, _PEAK] = peak
+    return s, n
+
+
 @jit
 def provide(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, need: Any, spare_cached: Any
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    need: Any,
+    spare_cached: Any,
+    states: Any,
+    moves: Any,
 ) -> Any:
     """Gives pools slabs so that each group has need[G] empty blocks, or cached blocks colder than the others'.
 
-    Returns whether every group has as many empty and cached blocks. Changes nothing if pools have slabs of their own.
+    A slab is as old as its youngest content. Slabs of K and V hold some of many texts, and one of states a text or two:
+    by that age states would go first, and K and V without a state are found by nobody. So from and to groups with
+    ``states``, uint8 [G], a pool can give up a slab although it has content younger than what would go otherwise: its
+    coldest blocks go, and the rest of one slab moves to their places. Then this stops: the caller copies ``moves``,
+    int32 [2, blocks of a slab], from and to, and asks again. If there is no room for moves, it stops before.
+
+    Returns (whether every group has as many empty and cached blocks, group of the moves or -1, their number). It is not
+    enough if it has stopped. Changes nothing if pools have slabs of their own.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     enough = True
     for g in range(len(meta)):
         while need[g] > meta[g, _N_EMPTY] and meta[g, _SLABS] < meta[g, _MOST_SLABS]:
-            s = coldest_slab(p, g, need, spare_cached)
-            if s < 0 and (spare_cached or need[g] > meta[g, _N_EMPTY] + meta[g, _N_CACHED]):
+            s, has_own = coldest_slab(p, g, need, spare_cached), need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
+            if not spare_cached:
+                loss = _worth(slabs, s) if s >= 0 else coldest_stamp(p, g) if has_own else np.int64(2**62)
+                h = _coldest_pool(p, g, need, loss, states)
+                if h >= 0:
+                    if moves.shape[1] == 0:
+                        return False, np.int64(-1), np.int64(0)
+                    s, n = _gather(p, h, need, moves)
+                    adopt(meta, slabs, g, s)
+                    if n > 0:
+                        return False, np.int64(h), np.int64(n)
+                    continue
+            if s < 0 and (spare_cached or not has_own):
                 break
             if s < 0:  # a slab's worth of its own goes, as far as it is as cold, then the next look
                 evict(p, g, as_cold(p, g, min(need[g] - meta[g, _N_EMPTY], meta[g, _PER_SLAB])))
@@ -153,7 +244,7 @@ def provide(
             adopt(meta, slabs, g, s)
     for g in range(len(meta)):
         enough &= need[g] <= meta[g, _N_EMPTY] + meta[g, _N_CACHED]
-    return enough
+    return enough, np.int64(-1), np.int64(0)
 
 
 # --- emptying a slab by moving its blocks ---------------------------------------------------------

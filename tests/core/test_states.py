@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 from breadth import sized
@@ -317,6 +318,21 @@ def test_texts_are_those_without_a_cache_whatever_happens(data: st.DataObject) -
             for report in engine.run(lambda step, rng=rng, fails=fails: bool(rng.random() >= fails)):
                 assert report.token_ids == wanted[report.request_id][: len(report.token_ids)]
                 assert report.finish_reason == "length" or report.finish_reason == "capacity"
+        assert cache.audit() == []
+
+
+def test_texts_stay_right_where_cached_blocks_move_so_that_the_oldest_can_go_for_a_state() -> None:
+    with KVCache(spec_of(8, 4, layers=16), device_bytes=20_000) as cache:
+        engine = Engine(cache, Scheduler(cache, max_batched_tokens=64, max_running=2))
+        rng, compactor = np.random.default_rng(3), inside.coordinator(cache).compactor
+        chats = [tokens(20, seed) for seed in range(12)]
+        for _ in range(150):
+            k = int(rng.integers(12)) if rng.random() < 0.3 else int(rng.integers(4))
+            served(engine, chats[k])
+            chats[k] = [*chats[k], *text_of(chats[k], 5), *tokens(3, len(chats[k]))]
+            if len(chats[k]) > 90:
+                chats[k] = tokens(20, int(rng.integers(10**6)))
+        assert compactor.num_moved > 20
         assert cache.audit() == []
 
 

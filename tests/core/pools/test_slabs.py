@@ -16,6 +16,7 @@ from core.slabs import (
     counts,
     found,
     free,
+    keys_of,
     of,
     owners,
     pools_of,
@@ -394,3 +395,78 @@ def test_a_slab_with_a_block_in_use_stays(what: str, at: int):
     assert pools.provide(counts(0, 1))
     assert owners(pools) == [B, B, A]
     check_books(pools)
+
+
+# --- states -------------------------------------------------------------------------------------------
+
+STATES = np.array([0, 1], np.uint8)
+"""B has states."""
+
+
+class Mixed:
+    """Two slabs of 16 blocks of A, 12 of each cached before B's slab of one state, and the others after it.
+
+    ``gone``: the slab's worth of them that was cached first.
+    """
+
+    def __init__(self, num_old: int = 12) -> None:
+        self.pools, self.moved = pools_of(3, (16, 256)), list[tuple[int, list[int], list[int]]]()
+        first, second = whole_slab(self.pools, A), whole_slab(self.pools, A)
+        self.state, old = whole_slab(self.pools, B), first[:num_old] + second[:num_old]
+        cache(self.pools, A, old)
+        cache(self.pools, B, self.state)
+        self.young = first[num_old:] + second[num_old:]
+        self.gone = self.pools.coldest(A, 16).tolist()
+        self.rest = [b for b in old if b not in self.gone]
+
+    def take_state(self, states: np.ndarray = STATES) -> int:
+        assert self.pools.provide(counts(0, 1), False, states, self._move)
+        check_books(self.pools)
+        return self.pools.take(np.array([B], np.int32)).tolist()[0]
+
+    def _move(self, g: int, sources: np.ndarray, targets: np.ndarray) -> None:
+        self.moved.append((g, sources.tolist(), targets.tolist()))
+
+
+def test_older_content_goes_for_a_state_although_younger_content_shares_its_slabs():
+    mixed = Mixed()
+    pools = mixed.pools
+    cache(pools, A, mixed.young)
+    order = pools.coldest(A, 32).tolist()[16:]
+    slab = slab_of(pools, B, mixed.take_state())
+    assert slab == max((0, 1), key=lambda s: [slab_of(pools, A, b) for b in mixed.gone].count(s)), "the fewest moves"
+    moves = [b for b in mixed.young if slab_of(pools, A, b) == slab]
+    ((g, sources, targets),) = mixed.moved
+    assert (g, sorted(sources), len(moves)) == (A, moves, 4)
+    assert set(targets) < set(mixed.gone), "in the place of what has gone"
+    assert pools.find(*of(A, mixed.gone)[:1], keys_of(A, mixed.gone)).tolist() == [0] * 16
+    assert all(found(pools, B, mixed.state)), "nothing but the oldest went"
+    now = dict(zip(sources, targets, strict=True))
+    stays = pools.find(np.full(16, A, np.int32), keys_of(A, order)).tolist()
+    assert stays == [now.get(b, b) for b in order]
+    assert pools.coldest(A, 16).tolist() == stays, "in their order"
+
+
+@pytest.mark.parametrize("case", ["no states", "not old enough"])
+def test_the_state_goes_if_nothing_may_move_or_less_than_a_slab_is_older(case: str):
+    mixed = Mixed(num_old=4 if case == "not old enough" else 12)
+    cache(mixed.pools, A, mixed.young)
+    assert [mixed.take_state(STATES if case != "no states" else 0 * STATES)] == mixed.state
+    assert mixed.moved == []
+
+
+def test_superseded_content_that_moves_stays_superseded():
+    mixed = Mixed(num_old=0)
+    pools, young = mixed.pools, mixed.young
+    cold = [b for pair in zip(young[:10], young[16:26], strict=True) for b in pair]  # in turn from both slabs
+    cache(pools, A, young[10:16] + young[26:])
+    cache(pools, A, cold, cold=True)
+    stays = pools.coldest(A, 32).tolist()[16:]
+    mixed.take_state()
+    ((_, sources, targets),) = mixed.moved
+    now = dict(zip(sources, targets, strict=True))
+    where = pools.find(np.full(16, A, np.int32), keys_of(A, stays))
+    assert where.tolist() == [now.get(b, b) for b in stays]
+    assert len(set(sources) & set(stays[:4])) == 2, "two of the superseded ones have moved"
+    assert pools.is_superseded(np.full(16, A, np.int32), where).tolist() == [True] * 4 + [False] * 12
+    assert pools.num_superseded(A) == 4

@@ -172,7 +172,14 @@ MUTATIONS = (
         "I15",
         "a request reads what somebody else left in the block that its own was moved to",
         "core/coordinator/compactor",
-        ("_empty", "self._move(g, held, targets)", "pass"),
+        ("Compactor.move", "self._move(g, sources, targets)", "pass"),
+    ),
+    mutation(
+        "content_that_moves_is_superseded_no_longer",
+        "I21",
+        "what conversations have passed stays, once it has made room for a state",
+        "core/pools/slabs",
+        ("rename_entry", "-new if superseded else new", "new"),
     ),
     mutation(
         "block_that_a_store_reads_is_moved",
