@@ -55,7 +55,7 @@ MUTATIONS = (
         "key_compared_without_its_low_word",
         "I14 I21",
         "half of a key is enough for a hit",
-        "core/pools/block_pool",
+        "core/pools/block_pool core/pools/eviction_order",
         ("locate", "block.low == low and block.high == high", "block.high == high"),
     ),
     mutation(

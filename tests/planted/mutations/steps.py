@@ -58,7 +58,7 @@ MUTATIONS = (
         "twin_swap_without_a_new_version",
         "I15",
         "an exported row still names the block that a twin has replaced",
-        "core/pools/block_pool",
+        "core/pools/block_pool core/pools/eviction_order",
         ("seal_block", "t.state[r, _VERSION] += 1", "pass"),
     ),
     mutation(
