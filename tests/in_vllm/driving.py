@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,18 @@ class Answer:
     """By how much each token was likelier than the next best one, in logprobs."""
     others: list[Tokens] = field(default_factory=list)
     """The other texts of a request for several."""
+    resumed: int = 0
+    """Generated tokens that it had when it gave way last: vLLM has computed them again, as a prompt's."""
 
     @property
     def on_device(self) -> int:
         """Tokens that were on the device."""
         return self.cached - self.loaded
+
+    def part(self, start: int, end: int | None = None) -> Answer:
+        """The text's tokens from ``start`` to ``end``, without other texts."""
+        span = slice(start, end)
+        return replace(self, ids=self.ids[span], logprobs=self.logprobs[span], gaps=self.gaps[span], others=[])
 
 
 class Engine:
@@ -109,6 +116,7 @@ class Engine:
         self.side = self.scheduler.connector._scheduler_side
         self.books = self.side.books
         self.steps = self.empty_steps = self.preemptions = 0
+        self._resumed = dict[str, int]()
         self._loaded: dict[str, int] = {}
         self._reached: dict[str, int] = {}
         self._cold: dict[tuple[tuple[int, ...], int], Answer] = {}
@@ -136,7 +144,10 @@ class Engine:
         def build_connector_meta(output: Any) -> Any:
             self.steps += 1
             self.empty_steps += output.total_num_scheduled_tokens == 0
-            self.preemptions += len(output.preempted_req_ids or ())
+            for request_id in output.preempted_req_ids or ():
+                self.preemptions += 1
+                if (request := self.scheduler.requests.get(request_id)) is not None:
+                    self._resumed[_given(request_id)] = request.num_output_tokens
             return plan(output)
 
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens
@@ -182,6 +193,7 @@ class Engine:
             self._reached.get(name, 0),
             [second - first for first, second in best],
             [list(other.token_ids) for other in output.outputs[1:]],
+            self._resumed.get(name, 0),
         )
 
     def run(self, timeout_s: float = 300.0) -> dict[str, Answer]:
