@@ -66,14 +66,18 @@ def _audit_entries(coordinator: Coordinator, driver: Driver, step: Step) -> Iter
 def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step) -> Iterator[Violation]:
     """The exported arrays, rebuilt from the rows entry by entry."""
     table, group = coordinator.tables.table(g), coordinator.spec.groups[g]
-    bt, built = group.block_tokens, step.built(g)
+    bt, m, built = group.block_tokens, group.entry_tokens, step.built(g)
     blocks: list[list[int]] = []
-    slots: list[int] = []
+    slots, tokens, entries = list[int](), list[int](), list[int]()
     qo, kv, pages, last = [0], [0], list[int](), list[int]()
     for row, start, end in zip(step.rows.tolist(), step.starts.tolist(), step.seq_lens.tolist(), strict=True):
         first = group.attention.first_visible(start) // bt
         blocks.append([0] * first + table[row, first : -(-end // bt)].tolist())
         slots += [int(table[row, p // bt]) * bt + p % bt for p in range(start, end)]
+        for p in range(start, end):
+            if p % m == m - 1:
+                tokens.append(len(slots) - end + p)
+                entries.append(int(table[row, p // bt]) * (bt // m) + p % bt // m)
         cuts = [start, end]
         if group.attention.kind is Kind.CHUNK:
             cuts = [start, *(p for p in range(start + 1, end) if group.attention.first_visible(p) == p), end]
@@ -86,6 +90,8 @@ def _audit_exported(where: str, coordinator: Coordinator, g: int, step: Step) ->
     expected = {
         "block_table": [entry + [0] * (width - len(entry)) for entry in blocks],
         "slot_mapping": slots,
+        "entry_token": tokens,
+        "entry_slot": entries,
         "qo_indptr": qo,
         "kv_indptr": kv,
         "kv_indices": pages,

@@ -175,7 +175,8 @@ class KVCache:
         """K and V of layer ``layer`` of the group (its index there), as strided views of the arena.
 
         Each [usable + 1, block_tokens, num_kv_heads, head_dim]; a block id indexes dim 0. Write new tokens by slot
-        mapping, read through block tables; block 0 is the null block and is never written.
+        mapping, read through block tables; block 0 is the null block and is never written. V has a head_dim of 0 in a
+        group that keeps K alone. If tokens share entries, dim 1 has ``block_entries``, written by ``entries()``.
         """
         k, v = self._view(group, layer, "state", "keeps states: ask state(group, layer)")
         return k, v

@@ -36,6 +36,15 @@ class Arrays(NamedTuple):
     prefills: Int32s
 
 
+class Entries(NamedTuple):
+    """The entries that a step completes in a group whose tokens share them. N entries, in the order of the tokens."""
+
+    token: Int64s
+    """int64 [N]: the step's token that is the last of the entry's."""
+    slot: Int64s
+    """int64 [N]: where the entry goes, ``block_id * block_entries + offset``."""
+
+
 class GroupView:
     """One group's index arrays for a step of R entries and T tokens."""
 
@@ -57,6 +66,16 @@ class GroupView:
         self._check_tokens("slot_mapping")
         return self._step.slots()[self._g]
 
+    def entries(self) -> Entries:
+        """The entries that this step completes, in a group whose tokens share them (``GroupSpec.entry_tokens``).
+
+        An entry of the step has ``seq_lens // entry_tokens`` of them after it; block tables name their blocks. Raises
+        ``StepError`` for other groups.
+        """
+        if self._step.spec.groups[self._g].entry_tokens == 1:
+            raise StepError("entries() is of a group whose tokens share entries; this one has slot_mapping")
+        return self._step.entries(self._g)
+
     def states(self, rows: int | None = None) -> States:
         """What each entry of a group of states goes on from, and where its states go (``States``).
 
@@ -77,6 +96,8 @@ class GroupView:
     def _check_tokens(self, what: str) -> None:
         if self._keeps_states:
             raise StepError(f"a group of states has no {what}, since it keeps nothing of single tokens; ask states()")
+        if self._step.spec.groups[self._g].entry_tokens > 1:
+            raise StepError(f"a group whose tokens share entries has no {what}; ask entries() and block_table")
 
     def paged(self) -> Paged:
         """FlashInfer's form: (qo_indptr [E+1], kv_indptr [E+1], kv_indices, kv_last_page_len [E]), int32.
@@ -140,6 +161,7 @@ class Step:
         self._block_tables: list[Int32s] | None = None
         self._pages: list[Paged] | None = None
         self._states: dict[int, States] = {}
+        self._entries: dict[int, Entries] = {}
         self._open = True
         self._names = names
         self._request_ids: list[str] | None = None
@@ -204,6 +226,14 @@ class Step:
             self._states[g] = self._exports.states(tables, g, self.rows, self.starts, self.seq_lens)
         return self._states[g]
 
+    def entries(self, g: int) -> Entries:
+        """The entries of group g that this step completes."""
+        if g not in self._entries:
+            shared = self.spec.groups[g].entry_tokens
+            token = np.flatnonzero((self.positions + 1) % shared == 0)
+            self._entries[g] = Entries(token, self.slots()[g][token] // shared)  # blocks hold whole entries
+        return self._entries[g]
+
     def spare(self, g: int) -> int:
         """The block of group g that is in no pool."""
         return int(self._tables.pools.layout.rows[g])
@@ -222,6 +252,8 @@ class Step:
             made["slot_mapping"] = self._slots[g]
         if g in self._states:
             made |= self._states[g]._asdict()
+        if g in self._entries:
+            made |= {"entry_token": self._entries[g].token, "entry_slot": self._entries[g].slot}
         if self._pages is not None:
             made |= zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len"), self._pages[g], strict=True)
         return made

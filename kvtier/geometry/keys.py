@@ -113,6 +113,7 @@ class KeyChain:
         geometry = repr(
             [
                 (g.name, g.attention, g.num_layers, g.num_kv_heads, g.head_dims, g.dtype, g.kv_scales, g.block_tokens)
+                + ((g.entry_tokens,) if g.entry_tokens > 1 else ())  # else as before there were entries
                 for g in spec.groups
             ]
         )

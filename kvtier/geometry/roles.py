@@ -15,9 +15,9 @@ from kvtier.machine.integers import integer, shown
 
 Place = tuple[str, int]
 """A group's name, and the index of a layer in it."""
-ROLES = ("kv", "state", "index", "rows")
-"""Keys and values; a recurrent state; what an indexer keeps of each token; rows that later tokens are compressed
-with."""
+ROLES = ("kv", "entries", "state", "index", "rows")
+"""Keys and values of each token; those that several tokens share; a recurrent state; what an indexer looks through;
+rows of tokens that later entries are made of."""
 
 
 class Places(Mapping[str, Place]):

@@ -32,7 +32,6 @@ from kvtier.geometry.roles import ROLES, Place, Places, read_layers
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
 
-_SIZES_OF_KV = ("num_kv_heads", "head_dim", "head_dim_v")
 MOST_LAYERS = 10_000
 """A description with more layers is taken for damaged: no model has them, and naming them all would take minutes."""
 
@@ -51,8 +50,9 @@ class GroupSpec:
     """Layers with one attention kind and one KV shape, or with states of one shape.
 
     A block holds K and V of ``block_tokens`` consecutive tokens in all ``num_layers`` layers, contiguous.
-    ``head_dim_v`` is V's head size if it differs from K's ``head_dim``. ``dtype``: the stored type of K and V, by
-    torch's name; "fp8" is "float8_e4m3fn". ``kv_scales``: of float8 groups, per layer and KV head; None: all 1.
+    ``head_dim_v`` is V's head size if it differs from K's ``head_dim``; 0: the group keeps K alone. ``dtype``: the
+    stored type of K and V, by torch's name; "fp8" is "float8_e4m3fn". ``kv_scales``: of float8 groups, per layer and KV
+    head; None: all 1. ``entry_tokens``: tokens that share one *entry* of K and V; it is written with the last of them.
     A group of states (``RecurrentState``) has none of these; its ``block_tokens`` are 64 unless given.
     """
 
@@ -65,6 +65,7 @@ class GroupSpec:
     block_tokens: int = _BLOCK_TOKENS
     head_dim_v: int | None = None
     kv_scales: KVScales | None = None
+    entry_tokens: int = 1
 
     def __post_init__(self) -> None:
         where = f"group {shown(self.name)}"
@@ -75,16 +76,22 @@ class GroupSpec:
                 f"{where}: attention must be FullAttention, SlidingWindow, ChunkedLocal or RecurrentState, got "
                 f"{shown(self.attention)}"
             )
-        sizes = ["num_layers", "block_tokens"]
+        sizes = ["num_layers", "block_tokens", "entry_tokens"]
         if isinstance(self.attention, RecurrentState):
             self._check_state(where, self.attention)
         else:
-            sizes += ["num_kv_heads", "head_dim"] if self.head_dim_v is None else _SIZES_OF_KV
+            sizes += ["num_kv_heads", "head_dim"]
+            if self.head_dim_v is not None and integer(self.head_dim_v) != 0:
+                sizes.append("head_dim_v")
         for what in sizes:
             object.__setattr__(self, what, positive(f"{where}: {what}", getattr(self, what)))
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
+        if integer(self.head_dim_v) == 0:
+            object.__setattr__(self, "head_dim_v", 0)
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
+        if self.entry_tokens > 1:
+            self._check_entries(where)
         if isinstance(self.attention, RecurrentState) and self.block_bytes >= BOUND:
             raise ConfigError(
                 f"{where}: the state of {self.num_layers:,} layers takes {self.block_bytes:,} bytes; a block must be "
@@ -99,8 +106,9 @@ class GroupSpec:
             )
 
     def _check_state(self, where: str, state: RecurrentState) -> None:
-        for what, nothing in (("num_kv_heads", 0), ("head_dim", 0), ("head_dim_v", None), ("kv_scales", None)):
-            if getattr(self, what) != nothing:
+        nothing = {"num_kv_heads": 0, "head_dim": 0, "head_dim_v": None, "kv_scales": None, "entry_tokens": 1}
+        for what, value in nothing.items():
+            if getattr(self, what) != value:
                 raise ConfigError(f"{where}: {what} is of keys and values, and a RecurrentState has its own parts")
         for part in state.parts:
             if DTYPE_BYTES[part.dtype] == 1 or (part.dtype == "float16" and not part.name.startswith("conv")):
@@ -112,7 +120,21 @@ class GroupSpec:
         if isinstance(self.block_tokens, _Default):
             object.__setattr__(self, "block_tokens", STATE_TOKENS)
 
+    def _check_entries(self, where: str) -> None:
+        if self.attention.kind is not Kind.FULL:
+            raise ConfigError(
+                f"{where}: entries of {self.entry_tokens:,} tokens are kept of full attention alone, not of "
+                f"{type(self.attention).__name__}: a window could begin within one"
+            )
+        if self.block_tokens % self.entry_tokens:
+            raise ConfigError(
+                f"{where}: block_tokens {self.block_tokens:,} is not a multiple of entry_tokens {self.entry_tokens:,}; "
+                "an entry must not straddle two blocks"
+            )
+
     def _check_scales(self, where: str) -> None:
+        if self.head_dim_v == 0:
+            raise ConfigError(f"{where}: kv_scales are of K and V, and this group keeps K alone")
         if not isinstance(self.kv_scales, KVScales):
             raise ConfigError(f"{where}: kv_scales must be KVScales, got {type(self.kv_scales).__name__}")
         if DTYPE_BYTES[self.dtype] != 1:
@@ -127,16 +149,27 @@ class GroupSpec:
         return self.head_dim, self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers of the group; 0 for states, which do not grow with the tokens."""
+    def block_entries(self) -> int:
+        """Entries of K and V in a block: its tokens, unless several share one."""
+        return self.block_tokens // self.entry_tokens
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of K and V in all layers of the group; 0 for states."""
         return self.num_layers * self.num_kv_heads * sum(self.head_dims) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers of the group, rounded up if tokens share an entry; 0 for states,
+        which do not grow with the tokens."""
+        return -(-self.entry_bytes // self.entry_tokens)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in either tier, padded to a multiple of ``ALIGN_BYTES``."""
         if isinstance(self.attention, RecurrentState):
             return self.num_layers * self.attention.layer_bytes
-        return -(-self.token_bytes * self.block_tokens // ALIGN_BYTES) * ALIGN_BYTES
+        return -(-self.entry_bytes * self.block_entries // ALIGN_BYTES) * ALIGN_BYTES
 
     def blocks_needed(self, start: int, end: int) -> int:
         """Blocks that a step holds to compute tokens [start, end): from the first visible token to the end.
@@ -195,7 +228,7 @@ class CacheSpec:
         if layers is None:
             layers = [(group.name, i) for group in groups for i in range(group.num_layers)]
         sizes = {group.name: group.num_layers for group in groups}
-        own = {group.name: "state" if group.attention.kind is Kind.STATE else "kv" for group in groups}
+        own = {group.name: _own_role(group) for group in groups}
         read = read_layers(layers, sizes, own)
         _check_roles(read, own)
         object.__setattr__(self, "groups", groups)
@@ -246,8 +279,11 @@ class CacheSpec:
         missing = [i for i, at in enumerate(places) if at is not None and at not in rows]
         if missing:
             raise ConfigError(f"kv_scales name no scales for model layers {missing}")
-        groups = []
+        groups, scaled = [], {name for name, _ in rows}
         for g in self.groups:
+            if g.name not in scaled:  # of other roles
+                groups.append(g)
+                continue
             k, v = (tuple(rows[g.name, i][which] for i in range(g.num_layers)) for which in ("k", "v"))
             groups.append(replace(g, kv_scales=KVScales(k, v)))
         return CacheSpec(groups, layers=self.layers)
@@ -308,11 +344,18 @@ class CacheSpec:
         return sum(group.token_bytes for group in self.groups)
 
 
+def _own_role(group: GroupSpec) -> str:
+    """The role of a group's places where none is named."""
+    if group.attention.kind is Kind.STATE:
+        return "state"
+    return "kv" if group.entry_tokens == 1 else "entries"
+
+
 def _check_roles(layers: Sequence[Places], own: Mapping[str, str]) -> None:
-    """Refuses states where keys and values are expected, and the other way round."""
+    """Refuses states where keys and values are expected, and the like: only indices and rows may be of any form."""
     for i, places in enumerate(layers):
         for role, (name, _) in places.items():
-            if role in ("kv", "state") and role != own[name]:
+            if role in ("kv", "entries", "state") and role != own[name]:
                 raise ConfigError(f"model layer {i}: group {shown(name)} is of role {own[name]!r}, not {role!r}")
 
 

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from kvtier.geometry.spec import CacheSpec
+from kvtier.integrations.compressed import COMPRESSED_TYPES
 from kvtier.machine.errors import UnsupportedModel
-from kvtier.machine.integers import shown
+from kvtier.machine.integers import integer, shown
 
 SERVED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 STATE_TYPES = ("linear_attention", "conv")
@@ -22,6 +24,10 @@ BOTH_TYPES = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 """Layers with a state beside keys and values, and how they attend."""
 BARE_TYPES = ("moe", "mlp")
 """Layers with neither."""
+INDEXED_TYPES = {"indexed_attention": "full_attention", "minimax_m3_sparse": "full_attention"}
+"""Layers that keep a key for an index beside keys and values, and what they would see without it."""
+CACHED_TYPES = (*SERVED_TYPES, *INDEXED_TYPES, *COMPRESSED_TYPES)
+"""Layers that attend in a way that kvtier can keep."""
 
 _RECURRENT = "keeps a recurrent state instead of keys and values"
 _FORGETS = "its layers begin a prompt's later pieces from no state in transformers' own code"
@@ -45,13 +51,8 @@ _OF_NO_LAYER_TYPE = {
     "xlstm": "its code has a cache class of its own for them",
 }
 """Such models whose configs do not even name types of layers."""
-_SPARSE = "picks the tokens it sees by their content, with extra state per token"
 _REASONS = {
     "recurrent": _RECURRENT,
-    "indexed_attention": _SPARSE,
-    "compressed_sparse_attention": _SPARSE,
-    "heavily_compressed_attention": "caches compressed tokens",
-    "minimax_m3_sparse": _SPARSE,
     "window_attention": "attends in blocks, not causally",
     "reference_sliding_attention": "mixes full attention to the prompt with a window over generated tokens",
     "local": "attends within a window that is not given as sliding_window",
@@ -100,16 +101,52 @@ def refuse_layers(text: Any, types: Sequence[str]) -> None:
         recurrent = layer_type in STATE_TYPES or layer_type in BOTH_TYPES
         if recurrent and (reason := _OF_MODELS.get(_name(text).removesuffix("_text"))):
             raise UnsupportedModel(f"{_name(text)}: layer {i} is {layer_type!r}, which {_RECURRENT}: {reason}")
-        if not recurrent and layer_type not in (*SERVED_TYPES, *BARE_TYPES):
+        if not recurrent and layer_type not in (*CACHED_TYPES, *BARE_TYPES):
             reason = _REASONS.get(layer_type, "is not a type that kvtier knows")
             raise UnsupportedModel(
-                f"{_name(text)}: layer {i} is {layer_type!r}, which {reason}; kvtier caches {', '.join(SERVED_TYPES)}"
+                f"{_name(text)}: layer {i} is {layer_type!r}, which {reason}; kvtier caches {', '.join(CACHED_TYPES)}"
             )
-    attends = any(layer_type in SERVED_TYPES or layer_type in BOTH_TYPES for layer_type in types)
+    attends = any(layer_type in CACHED_TYPES or layer_type in BOTH_TYPES for layer_type in types)
     if attends and not isinstance(field(text, "num_attention_heads"), int):
         raise UnsupportedModel(
             f"{_name(text)}: its config has no num_attention_heads, so there is no attention to cache"
         )
+
+
+def index_sizes(text: Any, types: Sequence[str]) -> dict[int, int]:
+    """By layer, the size of the key that it keeps for its index. Layers that use another one's index keep none.
+
+    Raises ``UnsupportedModel`` for indices that keep more of a token than one key.
+    """
+    at = [i for i, name in enumerate(types) if name in INDEXED_TYPES]
+    if not at:
+        return {}
+    for name in ("index_kpool", "indexer_compress_ratio"):
+        if hasattr(text, name):
+            raise UnsupportedModel(
+                f"{_name(text)}: layer {at[0]} is {types[at[0]]!r}, whose index pools the keys of tokens ({name}) and "
+                "keeps more than one key of each; kvtier knows indices of one key a token"
+            )
+    size, owners = integer(field(text, "index_head_dim")), field(text, "indexer_types")
+    if size is None:
+        raise UnsupportedModel(f"{_name(text)}: layer {at[0]} is {types[at[0]]!r}, but there is no index_head_dim")
+    if owners is None:
+        return dict.fromkeys(at, size)
+    if len(owners) < len(types) or (odd := {owners[i] for i in at} - {"full", "shared"}):
+        what = f"names {shown(odd)}" if len(owners) >= len(types) else f"names {len(owners)} layers"
+        raise UnsupportedModel(f"{_name(text)}: indexer_types {what}; kvtier knows 'full' and 'shared', for each layer")
+    return {i: size for i in at if owners[i] == "full"}
+
+
+def refuse_to_attend(hf_config: Any, spec: CacheSpec) -> None:
+    """Raises ``UnsupportedModel`` for a model whose cache can be kept, but which the reference engine cannot run."""
+    for i, places in enumerate(spec.layers):
+        if beside := [role for role in places if role not in ("kv", "state")]:
+            raise UnsupportedModel(
+                f"{_name(hf_config)}: layer {i} reads {', '.join(beside)} beside keys and values. kvtier can keep them "
+                "(kvtier plan, KVCache, HostTier), but the reference engine has no attention that picks tokens by an "
+                "index or reads compressed entries"
+            )
 
 
 def refuse_positions(text: Any) -> None:

@@ -26,11 +26,14 @@ from kvtier.geometry.kinds import (
     SlidingWindow,
 )
 from kvtier.geometry.spec import MOST_LAYERS, CacheSpec, GroupSpec
+from kvtier.integrations.compressed import COMPRESSED_TYPES, SPARSE, compressed_spec
 from kvtier.integrations.refusals import (
     BOTH_TYPES,
+    INDEXED_TYPES,
     SERVED_TYPES,
     STATE_TYPES,
     field,
+    index_sizes,
     refuse_layers,
     refuse_model,
     refuse_positions,
@@ -110,6 +113,19 @@ def query_heads(hf_config: Any, spec: CacheSpec) -> tuple[int, ...]:
     return tuple(found)
 
 
+def picked(hf_config: Any) -> tuple[int | None, ...]:
+    """By layer, the most tokens, or entries that tokens share, that a query picks by an index; None: it sees all."""
+    text = text_config(hf_config)
+    found: dict[str, int | None] = {}
+    for name in {*_layer_types(text)} & {SPARSE, *INDEXED_TYPES}:
+        budget = field(text, "index_topk")
+        if budget is None:  # whole blocks
+            blocks = field(text, "index_topk_blocks") + field(text, "index_local_blocks")
+            budget = blocks * field(text, "index_block_size")
+        found[name] = int(budget)
+    return tuple(found.get(name) for name in _layer_types(text))
+
+
 def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:
     text = text_config(hf_config)
     refuse_model(hf_config, text)
@@ -117,17 +133,21 @@ def _read(hf_config: Any, dtype: Any, block_tokens: int) -> CacheSpec:
     refuse_layers(text, types)
     refuse_positions(text)
     _check_sizes(text)
-    attends = [BOTH_TYPES.get(name, name) for name in types]
+    indices = index_sizes(text, types)
+    if any(name in COMPRESSED_TYPES for name in types):
+        return compressed_spec(text, types, _dtype(hf_config, text, dtype), block_tokens)
+    attends = [(BOTH_TYPES | INDEXED_TYPES).get(name, name) for name in types]
     sources = _kv_sources(text, attends)
     shapes = [
         _shape(_layer_config(text, i), name, i) if name in SERVED_TYPES else None for i, name in enumerate(attends)
     ]
     states: dict[int, RecurrentState] = {}
+    weights = _dtype(hf_config, text, None if _is_narrow(dtype) else dtype)
     if any(name in STATE_TYPES or name in BOTH_TYPES for name in types):
-        weights = _dtype(hf_config, text, None if _is_narrow(dtype) else dtype)
         states = {i: RecurrentState(parts) for i, parts in parts_of(text, weights).items()}
         _check_states(text, types, states)
-    return _group(shapes, sources, states, _dtype(hf_config, text, dtype), block_tokens)
+    spec = _group(shapes, sources, states, _dtype(hf_config, text, dtype), block_tokens)
+    return _with_indices(spec, indices, weights, block_tokens)
 
 
 def _is_narrow(dtype: Any) -> bool:
@@ -309,6 +329,19 @@ def _group(
         for index, i in enumerate(layers):
             roles[i]["state"] = name, index
     return CacheSpec(groups, layers=roles)
+
+
+def _with_indices(spec: CacheSpec, sizes: Mapping[int, int], dtype: Any, block_tokens: int) -> CacheSpec:
+    """``spec`` with the keys that layers keep for an index, of these sizes by layer; in the weights' ``dtype``."""
+    if not sizes:
+        return spec
+    if len(set(sizes.values())) > 1:
+        raise UnsupportedModel(f"index keys of several sizes, {sorted(set(sizes.values()))}; kvtier knows those of one")
+    size, roles = next(iter(sizes.values())), [dict(places) for places in spec.layers]
+    for index, i in enumerate(sizes):
+        roles[i]["index"] = "index", index
+    keys = GroupSpec("index", FullAttention(), len(sizes), 1, size, dtype, block_tokens, 0)
+    return CacheSpec([*spec.groups, keys], layers=roles)
 
 
 def _names(shapes: Sequence[_Shape]) -> dict[_Shape, str]:

@@ -6,7 +6,8 @@ Promises   a block is contiguous (all layers of its group, K and V with equal st
 Does not   know which blocks are in use.
 
 A block of a group with equal head sizes is [layers, 2, block_tokens, heads, head_dim]. If V's head size differs, K and
-V share the last dimension, [layers, block_tokens, heads, head_dim + head_dim_v], so their strides stay equal.
+V share the last dimension, [layers, block_tokens, heads, head_dim + head_dim_v], so their strides stay equal. A group
+that keeps K alone has no V, head_dim_v 0. If tokens share entries, a block has so many fewer of them.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ class Arena:
         self._storage = torch.from_numpy(memory)
 
     def views(self, g: int) -> list[tuple[torch.Tensor, ...]]:
-        """(k, v) of every layer of group g; each [usable + 1, block_tokens, num_kv_heads, head_dim].
+        """(k, v) of every layer of group g; each [usable + 1, block_entries, num_kv_heads, head_dim].
 
+        v of a group that keeps K alone has a head_dim of 0.
         Of states: their parts, each [usable + 1, *part.shape], and one more block if the layout has a spare one.
         """
         import torch
@@ -125,7 +127,7 @@ class Arena:
         if isinstance(group.attention, RecurrentState):
             return self._states(g, group.num_layers, group.attention)
         dtype, item = getattr(torch, group.dtype), DTYPE_BYTES[group.dtype]
-        rows, bt, heads = int(self.rows[g]), group.block_tokens, group.num_kv_heads
+        rows, bt, heads = int(self.rows[g]), group.block_entries, group.num_kv_heads
         dk, dv = group.head_dims
         origin, step = int(self.origins[g]) // item, int(self.strides[g]) // item
         flat = self._bytes().view(dtype)

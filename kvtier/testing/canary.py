@@ -47,10 +47,9 @@ POISON = 0x7FF8DEAD7FF80000
 _EMPTY = int(Place.EMPTY)
 
 
-def _words(k: Tensor, v: Tensor) -> tuple[U64, U64]:
-    """K and V of a layer as uint64 [blocks, block_tokens] views of their arena."""
-    words = [x.numpy().view(np.uint64)[:, :, 0, 0] for x in (k, v)]
-    return words[0], words[1]
+def _words(k: Tensor, v: Tensor) -> tuple[U64, ...]:
+    """K and V of a layer as uint64 [blocks, block_entries] views of their arena; K alone if there is no V."""
+    return tuple(x.numpy().view(np.uint64)[:, :, 0, 0] for x in (k, v) if x.shape[-1])
 
 
 def _empty(pools: BlockPools, g: int) -> Ids:
@@ -60,16 +59,25 @@ def _empty(pools: BlockPools, g: int) -> Ids:
 
 
 @dataclass(frozen=True)
+class _Text:
+    """What a group keeps of the step's texts, entry by entry: of each token, or of several together."""
+
+    chain: U64  # [N] of the new ones
+    row_of: Int64s  # [N]
+    known: U64  # chain values of all up to the last new one, row after row; row r's begin at offsets[r]
+    offsets: Int64s  # [R]
+    starts: Int64s  # [R]
+    ends: Int64s  # [R]
+
+
+@dataclass(frozen=True)
 class _Work:
     """Reads and writes of one forward; a device may get to it long after the step was committed."""
 
     texts: tuple[CanaryText, ...]  # [R]
-    chain: U64  # [T] of the new tokens
-    known: U64  # chain values of all tokens up to the last new one, row after row; row r's begin at offsets[r]
-    offsets: Int64s  # [R]
-    row_of: Int64s  # [T]
+    of: tuple[_Text, ...]  # by group
     starts: Int64s  # [R]
-    slots: tuple[Int64s, ...]  # by group
+    slots: tuple[Int64s, ...]  # by group, [N]
     tables: tuple[Ids, ...]
     empty: tuple[Ids, ...]  # blocks to poison
     ends: Int64s  # [R]
@@ -162,12 +170,21 @@ class CanaryEngine:
         starts, ends = step.starts.copy(), step.seq_lens.copy()
         row_of = np.repeat(np.arange(len(starts)), ends - starts)
         texts = tuple(self._texts[name] for name in step.request_ids)
+        chain, of = self._chain_of(step), dict[int, _Text]()
+        for m in {group.entry_tokens for group in spec.groups}:
+            known = [text.chain[m - 1 : n : m] for text, n in zip(texts, ends, strict=True)]
+            last = (step.positions + 1) % m == 0
+            of[m] = _Text(
+                chain[last],
+                row_of[last],
+                np.concatenate([np.empty(0, np.uint64), *known]),
+                np.cumsum(ends // m) - ends // m,
+                starts // m,
+                ends // m,
+            )
         return _Work(
             texts,
-            self._chain_of(step),
-            np.concatenate([np.empty(0, np.uint64), *(text.chain[:n] for text, n in zip(texts, ends, strict=True))]),
-            np.cumsum(ends) - ends,
-            row_of,
+            tuple(of[group.entry_tokens] for group in spec.groups),
             starts,
             tuple(self._checked(group, view).copy() for group, view in zip(spec.groups, views, strict=True)),
             tuple(self._table(group, view, step, row_of) for group, view in zip(spec.groups, views, strict=True)),
@@ -191,7 +208,7 @@ class CanaryEngine:
 
     def _table(self, group: GroupSpec, view: GroupView, step: Step, row_of: Int64s) -> Ids:
         """The group's block table, int32 [R, W]: as exported or, in two forwards of three, from page lists."""
-        form = ("block_table", "paged", "padded")[self._forwards % 3]
+        form = "block_table" if group.entry_tokens > 1 else ("block_table", "paged", "padded")[self._forwards % 3]
         if form == "block_table":
             return view.block_table.copy()
         paged = view.paged()
@@ -206,8 +223,8 @@ class CanaryEngine:
 
     @staticmethod
     def _checked(group: GroupSpec, view: GroupView) -> Int64s:
-        slots = view.slot_mapping
-        if len(slots) and slots.min() < group.block_tokens:
+        slots = view.slot_mapping if group.entry_tokens == 1 else view.entries().slot
+        if len(slots) and slots.min() < group.block_entries:
             raise AssertionError(f"a new token of group {group.name} goes to the null block")
         return slots
 
@@ -232,40 +249,40 @@ class CanaryEngine:
         for g, group in enumerate(self._cache.spec.groups):
             table = np.unique(work.tables[g])
             reads.append(table[table > 0])
-            written = np.unique(work.slots[g] // group.block_tokens).astype(np.int32)
+            written = np.unique(work.slots[g] // group.block_entries).astype(np.int32)
             writes.append(np.concatenate([written, work.empty[g]]) if with_poison else written)
         return _flat(reads), _flat(writes)
 
     def _compute(self, work: _Work) -> None:
-        error = np.zeros(len(work.starts), np.uint64)
-        see = [group.attention.first_visible for group in self._cache.spec.groups]
-        firsts = [np.array([first(n) for n in work.starts.tolist()], np.int64) for first in see]
+        error, groups = np.zeros(len(work.starts), np.uint64), self._cache.spec.groups
+        firsts = [_first_seen(group, work.starts) for group in groups]
         for p, g, words in self._all_words:
             poison_blocks(words, work.empty[g], work.poison)
-            residuals(words, work.tables[g], firsts[g], work.starts, work.known, work.offsets, p, error)
+            of = work.of[g]
+            residuals(words, work.tables[g], firsts[g], of.starts, of.known, of.offsets, p, error)
         for p, g, words in self._all_words:
-            write_slots(words, work.slots[g], work.chain, p, work.row_of, error)
+            write_slots(words, work.slots[g], work.of[g].chain, p, work.of[g].row_of, error)
             if self._poison:
-                poison_tails(words, work.tables[g], work.ends, work.poison)
-        lasts = [np.array([first(n - 1) for n in work.ends.tolist()], np.int64) for first in see]
+                poison_tails(words, work.tables[g], work.of[g].ends, work.poison)
+        lasts = [_first_seen(group, work.ends - 1) for group in groups]
         self._look_again(work, firsts, lasts, error)
-        seen, ends = [last[work.samples] for last in lasts], work.ends[work.samples]
         for p, g, words in self._all_words:
-            digest_pages(words, work.tables[g], work.samples, seen[g], ends, p, work.digests)
+            seen, ends = lasts[g][work.samples], work.of[g].ends[work.samples]
+            digest_pages(words, work.tables[g], work.samples, seen, ends, p, work.digests)
 
     def _look_again(self, work: _Work, firsts: list[Int64s], lasts: list[Int64s], error: U64) -> None:
         """Compares all content that the new tokens see, after all writes. A sample's digest has its last token's
         content."""
-        late, stops = np.zeros_like(error), [work.ends.copy() for _ in lasts]
+        late, stops = np.zeros_like(error), [of.ends.copy() for of in work.of]
         for stop, last in zip(stops, lasts, strict=True):
             stop[work.samples] = last[work.samples]
         is_more = [bool((first < stop).any()) for first, stop in zip(firsts, stops, strict=True)]
         for p, g, words in self._all_words:
             if is_more[g]:
-                residuals(words, work.tables[g], firsts[g], stops[g], work.known, work.offsets, p, late)
+                residuals(words, work.tables[g], firsts[g], stops[g], work.of[g].known, work.of[g].offsets, p, late)
         if late.any():
             for p, g, words in self._all_words:
-                write_slots(words, work.slots[g], work.chain, p, work.row_of, error + late)
+                write_slots(words, work.slots[g], work.of[g].chain, p, work.of[g].row_of, error + late)
         for r in np.flatnonzero(error | late):
             work.texts[r].misread = True
 
@@ -284,6 +301,11 @@ class CanaryEngine:
             if not step.num_tokens:
                 scheduler.wait(0.05)
         return done
+
+
+def _first_seen(group: GroupSpec, positions: Int64s) -> Int64s:
+    """The first entry that each of these positions sees."""
+    return np.array([group.attention.first_visible(n) // group.entry_tokens for n in positions.tolist()], np.int64)
 
 
 def _flat(by_group: Sequence[Ids]) -> tuple[Ids, Ids]:

@@ -1,10 +1,10 @@
 """The canary's model: its slots, and the text that a request must have.
 
 Owns       the geometry of a canary cache, the value of every slot, and the text of a request with its chain of values.
-Promises   the KV of a token is a 64-bit value. It depends on all tokens up to it, on the group and on the layer. It
-           also depends on the request's adapter and extra keys (an image has such an effect), but not on its salt. The
-           next token is a hash over all slots that each group's mask can see. ``expected_tokens`` computes a text from
-           the tokens alone, one request at a time.
+Promises   the KV of a token, or of an entry, is a 64-bit value. It depends on all tokens up to it, on the group and on
+           the layer. It also depends on the request's adapter and extra keys (an image has such an effect), but not on
+           its salt. The next token is a hash over all slots that each group's mask can see. ``expected_tokens``
+           computes a text from the tokens alone, one request at a time.
 Does not   know caches, steps or blocks.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.kinds import Attention
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.testing._canary_loops import chain_values, digest_chain
 
@@ -28,22 +27,23 @@ Int64s = npt.NDArray[np.int64]
 VOCABULARY = 97
 
 
-def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
+def canary_spec(groups: Mapping[str, tuple[Any, ...]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
     """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens).
 
-    ``num_layers`` is a number for every group, or a mapping by name.
+    A third item has more fields of the group: {"head_dim_v": 0, "entry_tokens": 4}. ``num_layers`` is a number for
+    every group, or a mapping by name.
     """
     layers = dict.fromkeys(groups, num_layers) if isinstance(num_layers, int) else num_layers
     return CacheSpec(
         [
-            GroupSpec(name, attention, layers[name], 1, 2, dtype="float32", block_tokens=block_tokens)
-            for name, (attention, block_tokens) in groups.items()
+            GroupSpec(name, attention, layers[name], 1, 2, "float32", block_tokens, **(more[0] if more else {}))
+            for name, (attention, block_tokens, *more) in groups.items()
         ]
     )
 
 
 def places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
-    """(place, group, layer) of K; V's place is the next number."""
+    """(place, group, layer) of K; V's place is the next number, if there is a V."""
     place = 1
     for g, group in enumerate(spec.groups):
         for layer in range(group.num_layers):
@@ -83,11 +83,17 @@ def seed_of(adapter: str | None, extra_keys: Sequence[Any]) -> np.uint64:
 
 
 def digest_of(spec: CacheSpec, chain: U64) -> int:
-    """The content that the last token of a text reads, if every slot that it sees is right."""
+    """The content that the last token of a text reads, if every slot that it sees is right.
+
+    An entry that tokens share has the value of the last of them, so it depends on all of them.
+    """
     total = 0
     for place, g, _ in places(spec):
-        first = spec.groups[g].attention.first_visible(len(chain) - 1)
-        total += int(digest_chain(chain, first, place)) + int(digest_chain(chain, first, place + 1))
+        group = spec.groups[g]
+        entries = chain[group.entry_tokens - 1 :: group.entry_tokens]
+        first = group.attention.first_visible(len(chain) - 1) // group.entry_tokens
+        for i in range(2 if group.head_dims[1] else 1):
+            total += int(digest_chain(entries, first, place + i))
     return total & 0xFFFFFFFFFFFFFFFF
 
 

@@ -24,6 +24,7 @@ from kvtier.attention.names import check_name
 from kvtier.cache.kv_events.config import KVEventsConfig
 from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.coordinator.running import check_limits
+from kvtier.integrations.refusals import refuse_to_attend
 from kvtier.machine.integers import shown
 from runner.engine import memory, options
 from runner.engine.answers import Answer, Answers
@@ -105,6 +106,7 @@ class Service:
         config, weights_dtype = _config(model, device, dtype, attention, bool(exact))
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
+        refuse_to_attend(config, spec)
         known = {"model_id": "of its weights"} if has_remote and not isinstance(model, HybridModel) else {}
         kv_events = _kv_events(kv_events_config, spec)
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)

@@ -27,6 +27,7 @@ from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec
+from kvtier.integrations.refusals import refuse_to_attend
 from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
@@ -40,6 +41,13 @@ from runner.model.states import Mixers, StatesOfStep, with_inputs
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
 _TOO_LARGE = "load them in a smaller dtype or on another device"
+
+
+def _spec_to_attend(hf_config: Any) -> CacheSpec:
+    """The groups of a model that can be run, in blocks as short as can be. Raises ``UnsupportedModel``."""
+    spec = CacheSpec.from_config(hf_config, block_tokens=1)
+    refuse_to_attend(hf_config, spec)
+    return spec
 
 
 class HybridModel:
@@ -68,7 +76,7 @@ class HybridModel:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
         elif isinstance(attention, str):
-            groups = CacheSpec.from_config(model.config, block_tokens=1).groups
+            groups = _spec_to_attend(model.config).groups
             attention = choice.choose(attention, model.device, groups, model.dtype, latent=is_latent(model.config))
         self.attention: Choice = attention
         self.model = model
@@ -131,7 +139,7 @@ class HybridModel:
         device = model_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
-        groups = CacheSpec.from_config(config, block_tokens=1).groups
+        groups = _spec_to_attend(config).groups
         wanted = checkpoint.weights_dtype(folder, dtype, device)
         known = wanted if isinstance(wanted, torch.dtype) else None
         if exact:

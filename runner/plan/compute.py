@@ -16,10 +16,10 @@ from typing import Any, assert_never
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtier.geometry.kinds import Attention, Kind
+from kvtier.geometry.kinds import Attention, Kind, SlidingWindow
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.integrations.refusals import field
-from kvtier.integrations.transformers import is_latent, query_heads, text_config
+from kvtier.integrations.transformers import is_latent, picked, query_heads, text_config
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.checkpoint import auto_class
 
@@ -83,22 +83,39 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 
 
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
-    """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV."""
-    total = 0
-    for heads, place in zip(query_heads(hf_config, spec), spec.places("kv"), strict=True):
-        if place is None:
-            continue
-        group = spec.group(place[0])
-        total += 2 * heads * _width(hf_config, group) * pairs(group.attention, num_tokens)
+    """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV.
+
+    Those of an index with all its keys count too, and of the tokens or entries that it picks so many.
+    """
+    total, most = 0, picked(hf_config)
+    for i, (heads, places) in enumerate(zip(query_heads(hf_config, spec), spec.layers, strict=True)):
+        for role, (name, _) in places.items():
+            group = spec.group(name)
+            if role in ("kv", "entries"):
+                limit = most[i] if role == "entries" or "entries" not in places else None
+                total += 2 * heads * _width(hf_config, group) * seen(group, num_tokens, limit)
+            elif role == "index":
+                scorers = int(field(text_config(hf_config), "index_n_heads"))
+                total += 2 * scorers * group.head_dim * seen(group, num_tokens)
     return total
 
 
 def _width(hf_config: Any, group: GroupSpec) -> int:
     """Multiplications of a query head with a key and a value; of latents, with what prompts expand them to."""
     if not is_latent(hf_config):
-        return sum(group.head_dims)
+        k, v = group.head_dims
+        return k + (v or k)  # of K alone: which is V too
     sizes = [field(text_config(hf_config), name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     return sum(int(size) for size in sizes)
+
+
+def seen(group: GroupSpec, num_tokens: int, most: int | None = None) -> int:
+    """Pairs (i, e) of a token and an entry of K that it sees, its newest ``most`` or fewer of them."""
+    m = group.entry_tokens
+    if m == 1:
+        return pairs(group.attention if most is None else SlidingWindow(most), num_tokens)
+    whole = num_tokens // m if most is None else min(most, num_tokens // m)
+    return m * _triangle(whole - 1) + (num_tokens - whole * m + 1) * whole if whole else 0
 
 
 def pairs(attention: Attention, num_tokens: int) -> int:

@@ -14,7 +14,8 @@ from kvtier.geometry.spec import CacheSpec
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group's geometry. ``span_tokens``: its window or chunk, 0 for full attention."""
+    """A group's geometry. ``span_tokens``: its window or chunk, 0 for full attention. ``entry_tokens``: tokens that
+    share an entry of K and V. ``head_dim_v`` is 0 if K is all that is kept."""
 
     name: str
     attention: str
@@ -23,6 +24,7 @@ class GroupPlan:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
+    entry_tokens: int
     token_bytes: int
     block_bytes: int
 
@@ -201,7 +203,8 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything. ``model_tokens``: the positions that the config gives, None if it does not say."""
+    """Everything. ``model_tokens``: the positions that the config gives, None if it does not say. ``growth_bytes``: of
+    one more token in a text longer than all windows and chunks."""
 
     spec: CacheSpec
     model: str
@@ -218,6 +221,7 @@ class Plan:
     states: StatePlan | None = None
     remote: RemotePlan | None = None
     trace: TracePlan | None = None
+    growth_bytes: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; ``groups`` stand for the spec."""

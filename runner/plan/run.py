@@ -124,6 +124,7 @@ def run(model: str | Path | Any, options: Options, tell: Callable[[str], object]
         states=_states(spec, options, compute_s),
         remote=remote,
         trace=trace,
+        growth_bytes=sum(g.entry_bytes / g.entry_tokens for g in spec.groups if g.attention.kind is Kind.FULL),
     )
 
 
@@ -151,7 +152,8 @@ def _tier(spec: CacheSpec, memory: str | int, setting: str, spare: Sequence[bool
 
 def _group(group: GroupSpec) -> GroupPlan:
     span, kind = group.attention.span_tokens, group.attention.kind
-    names = {Kind.FULL: "full", Kind.WINDOW: f"window {span:,}", Kind.CHUNK: f"chunk {span:,}", Kind.STATE: "state"}
+    full = "full" if group.entry_tokens == 1 else f"full, 1 in {group.entry_tokens:,}"
+    names = {Kind.FULL: full, Kind.WINDOW: f"window {span:,}", Kind.CHUNK: f"chunk {span:,}", Kind.STATE: "state"}
     return GroupPlan(
         group.name,
         names[kind],
@@ -159,6 +161,7 @@ def _group(group: GroupSpec) -> GroupPlan:
         group.num_layers,
         group.num_kv_heads,
         *group.head_dims,
+        group.entry_tokens,
         group.token_bytes,
         group.block_bytes,
     )

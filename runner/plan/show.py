@@ -36,6 +36,7 @@ def _groups(plan: Plan) -> Table:
     )
     for group in plan.groups:
         dims = str(group.head_dim) if group.head_dim == group.head_dim_v else f"{group.head_dim}+{group.head_dim_v}"
+        dims = dims if group.head_dim_v else f"{group.head_dim}, K"
         table.add_row(
             group.name,
             group.attention,
@@ -101,6 +102,8 @@ def _limits(plan: Plan) -> list[str]:
     if plan.model_tokens is not None:
         lines[0] += f", {plan.model_tokens:,} tokens by the model's positions"
     lines[0] += "."
+    if sum(group.attention.startswith("full") for group in plan.groups) > 1:
+        lines[0] += f" Each further token of a long text takes {plan.growth_bytes:,.0f} B."
     step = plan.transient
     if step.peak_bytes:
         groups = ", ".join(f"{name} {size(n)}" for name, n in step.peak_bytes.items())

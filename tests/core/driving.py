@@ -321,11 +321,15 @@ def check_step(cache: KVCache, step: Step) -> None:
 
 def _check_view(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: npt.NDArray[np.int64]) -> None:
     view, bt, pools = step.group(group.name), group.block_tokens, inside.coordinator(cache).pools
-    table, slots, base = view.block_table, view.slot_mapping, int(pools.arrays.meta[g, Col.BASE])
+    m, base = group.entry_tokens, int(pools.arrays.meta[g, Col.BASE])
+    table, slots = view.block_table, view.slot_mapping if m == 1 else view.entries().slot
+    last = step.positions % m == m - 1
     assert table.dtype == np.int32
     assert slots.dtype == np.int64
     assert table.shape[0] == len(step.request_ids)
-    assert len(slots) == step.num_tokens
+    assert len(slots) == np.count_nonzero(last)
+    if m > 1:
+        assert np.array_equal(view.entries().token, np.flatnonzero(last))
     for r in range(len(step.request_ids)):
         start, end = int(starts[r]), int(step.seq_lens[r])
         first = group.attention.first_visible(start) // bt
@@ -334,16 +338,19 @@ def _check_view(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: np
             f"{group.name} entry {r}: null where it must not be, or a stale id"
         )
         at = slice(int(step.query_start[r]), int(step.query_start[r + 1]))
-        positions = step.positions[at]
-        assert np.array_equal(slots[at], table[r, positions // bt].astype(np.int64) * bt + positions % bt)
+        positions = step.positions[at][last[at]]
+        own = slice(np.count_nonzero(last[: at.start]), np.count_nonzero(last[: at.stop]))
+        block = table[r, positions // bt].astype(np.int64)
+        assert np.array_equal(slots[own], block * (bt // m) + positions % bt // m)
     ids = table[table != 0]
     assert np.all((ids > 0) & (ids <= pools.usable[g]))
     assert np.all(pools.arrays.refs[base + ids] > 0), "a view names a block that nobody holds"
-    written = np.unique(slots // bt)
+    written = np.unique(slots // (bt // m))
     assert len(np.unique(slots)) == len(slots), "two tokens go to one slot"
     assert np.all(pools.arrays.refs[base + written] == 1), "a block with several owners is written"
     assert np.all(pools.arrays.mark[base + written] == Mark.NONE), "a findable block is written"
-    _check_paged(step, group, table, starts)
+    if m == 1:
+        _check_paged(step, group, table, starts)
 
 
 def _check_paged(step: Step, group: GroupSpec, table: npt.NDArray[np.int32], starts: npt.NDArray[np.int64]) -> None:

@@ -29,6 +29,7 @@ def build(rnd: random.Random, seed: int) -> Serving:
         "win": (SlidingWindow(rnd.choice([1, 3, 5, 8])), rnd.choice([1, 2, 4])),
         "chunk": (ChunkedLocal(8), rnd.choice([2, 4, 8])),
         "full 2": (FullAttention(), rnd.choice([2, 4])),
+        "entries": (FullAttention(), rnd.choice([4, 8]), {"entry_tokens": rnd.choice([2, 4]), "head_dim_v": 0}),
     }
     if rnd.random() < 0.15:  # blocks that do not divide each other: links of 1 token, hits of 6
         kinds = {
@@ -36,11 +37,13 @@ def build(rnd: random.Random, seed: int) -> Serving:
             "win": (SlidingWindow(rnd.choice([2, 5, 7])), 2),
             "chunk": (ChunkedLocal(rnd.choice([6, 12])), rnd.choice([2, 3, 6])),
             "full 2": (FullAttention(), 6),
+            "entries": (FullAttention(), 6, {"entry_tokens": 3, "head_dim_v": 0}),
         }
-    names = rnd.choice([["full", "win", "chunk"]] * 5 + [["full"], ["win"], ["chunk", "win"], list(kinds)])
+    more = [["full"], ["win"], ["chunk", "win"], list(kinds), ["win", "entries", "chunk"]]
+    names = rnd.choice([["full", "win", "chunk"]] * 5 + more)
     groups = {name: kinds[name] for name in names}
-    room = {"full": (24, 60), "full 2": (24, 60), "win": (12, 30), "chunk": (12, 30)}
-    device = {n: max(2, rnd.randint(*room[n]) // bt) for n, (_, bt) in groups.items()}
+    room = dict.fromkeys(kinds, (24, 60)) | {"win": (12, 30), "chunk": (12, 30)}
+    device = {n: max(2, rnd.randint(*room[n]) // group[1]) for n, group in groups.items()}
     host = {n: rnd.randint(1, 30) for n in groups} if rnd.random() < 0.8 else None
     faults = Faults(
         fail=rnd.choice([0, 0, 0.1]),

@@ -37,7 +37,7 @@ def test_places_of_one_role_by_layer() -> None:
     assert MIXED.places("index") == (None, ("side", 0), None, None, None)
     assert MIXED.places("state") == (None,) * 5
     for bad in ("KV", "", None, 0, []):
-        with pytest.raises(ConfigError, match=r"no role .*; there are kv, state, index, rows"):
+        with pytest.raises(ConfigError, match=r"no role .*; there are kv, entries, state, index, rows"):
             MIXED.places(bad)  # type: ignore[arg-type]
 
 

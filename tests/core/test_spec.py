@@ -37,7 +37,9 @@ def test_a_number_that_is_not_a_positive_int_is_refused_by_name(bad):
     for field in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
         with pytest.raises(ConfigError, match=field):
             GroupSpec("g", FullAttention(), **{"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, field: bad})
-    if bad is not None:
+    with pytest.raises(ConfigError, match="entry_tokens"):
+        group(entry_tokens=bad)
+    if bad not in (None, 0):  # K alone
         with pytest.raises(ConfigError, match="head_dim_v"):
             group(head_dim_v=bad)
 

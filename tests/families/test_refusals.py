@@ -50,9 +50,20 @@ REFUSED = {
     "rwkv": (lambda: for_model("rwkv"), "each layer keeps a recurrent state .* in lists of its own"),
     "xlstm": (lambda: for_model("xlstm"), "each layer keeps a recurrent state .* a cache class of its own"),
     "inkling2": (lambda: for_model("inkling2"), "are not those of transformers' linear attention"),
-    "deepseek_v32": (lambda: for_model("deepseek_v32"), "'indexed_attention', which picks the tokens it sees"),
-    "deepseek_v4": (lambda: for_model("deepseek_v4"), "'heavily_compressed_attention'"),
-    "dots3_note": (lambda: for_model("dots3_note"), "'indexed_attention'"),
+    "glm5_next": (lambda: for_model("glm5_next"), r"index pools the keys of tokens \(index_kpool\)"),
+    "qwen4_exp": (lambda: for_model("qwen4_exp"), r"index pools the keys of tokens \(indexer_compress_ratio\)"),
+    "an index of no size": (
+        lambda: _with(for_model("deepseek_v32"), index_head_dim=None),
+        "'indexed_attention', but there is no index_head_dim",
+    ),
+    "indices of other owners": (
+        lambda: _with(for_model("glm_moe_dsa"), indexer_types=["every second"] * 78),
+        "indexer_types names {'every second'}; kvtier knows 'full' and 'shared'",
+    ),
+    "entries of two heads": (
+        lambda: _with(for_model("deepseek_v4"), num_key_value_heads=2),
+        "its entries have 2 KV heads",
+    ),
     "gpt_neo": (lambda: for_model("gpt_neo"), "layer 1 is 'local'"),
     "unknown type": (lambda: _with(zoo.config("llama"), layer_types=["soft"] * 4), "'soft', which is not a type"),
     "longrope": (lambda: zoo.config("phi3", rope_parameters=LONGROPE), "rope type 'longrope'"),
@@ -172,6 +183,26 @@ def test_configs_refused_with_the_reason(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UnsupportedModel, match=message):
         CacheSpec.from_config(make())
+
+
+BESIDE_KV = {
+    "deepseek_v32": "layer 0 reads index beside",
+    "glm_moe_dsa": "layer 0 reads index beside",
+    "hy_v4": "layer 0 reads index beside",
+    "deepseek_v4": "layer 0 reads entries, rows beside",
+}
+
+
+@pytest.mark.parametrize("model_type", BESIDE_KV)
+def test_models_that_can_be_kept_but_not_run_are_refused_before_the_weights_are_read(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = for_model(model_type)
+    assert CacheSpec.from_config(config).groups
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(checkpoint, "read_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(UnsupportedModel, match=rf"{model_type}: {BESIDE_KV[model_type]} keys and values.*the reference"):
+        HybridModel.load(tmp_path)
 
 
 RECURRENT = ["mamba", "jamba", "zaya", "zamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"]

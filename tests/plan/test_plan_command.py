@@ -299,7 +299,7 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: s
         ('{"model_type": "mistral", "sliding_window": -4}', "window_tokens must be a positive integer"),
         ('{"model_type": "mamba"}', "layer 0 is 'linear_attention', which keeps a recurrent state"),
         ('{"model_type": "jamba"}', "'linear_attention', which keeps a recurrent state"),
-        ('{"model_type": "deepseek_v32"}', "layer 0 is 'indexed_attention'"),
+        ('{"model_type": "glm5_next"}', "index pools the keys of tokens"),
         ('{"model_type": "t5"}', "no language model"),
         ('{"model_type": "vit"}', "no language model"),
     ],
