@@ -1,4 +1,4 @@
-"""The incident of vllm#42085 with its own model: DeepSeek-V4-Flash at full size, 7.13 GiB of KV, prompts of 90k tokens."""
+"""The incident of vllm#42085 with its own model: DeepSeek-V4-Flash at full size, 7.13 GiB of KV, prompts of 90k."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inside
 import pytest
 from accounts import check_free_lists, transfers
 from core.driving import STORE, Serving, prompt, scheduled
+from hosted import device_forgets
 from transformers import AutoConfig
 
 from kvtier import CacheSpec
@@ -53,3 +54,19 @@ def test_a1_vllm_42085_with_its_own_model(flash: Any, store: str) -> None:
     for pools in (inside.pools(serving.cache), inside.host(serving.cache)):
         assert not pools.arrays.refs.any()
         check_free_lists(pools)
+
+
+def test_a1_hits_of_deepseek_v4_are_whole_in_every_place_of_a_layer(flash: Any) -> None:
+    """Windows, entries, index keys and rows: a hit is where all of them are, on the device or in the host tier."""
+    serving, text = flash(hold=[]), prompt(0, TOKENS)
+    serving.serve("first", text, 4)
+    kept = {name: pool.cached for name, pool in serving.cache.stats().host.items()}
+    assert kept["entries_4"] == kept["index_4"] == kept["entries_128"] == TOKENS // 128
+    assert kept["rows_128"] == 0, "at a multiple of 128 no row waits for its entry"
+    assert serving.serve("again", text, 4).cached_tokens == {"device": TOKENS - 128, "host": 0}
+    assert serving.serve("goes on", [*text, *prompt(9, 500)], 4).cached_tokens == {"device": TOKENS, "host": 0}
+    assert serving.serve("parts", [*text[:50_000], *prompt(8, 500)], 4).cached_tokens["device"] % 128 == 0
+    assert serving.serve("parts there again", [*text[:50_000], *prompt(7, 500)], 4).cached_tokens["device"] == 49_920
+    device_forgets(serving)
+    assert serving.serve("from the host", text, 4).cached_tokens == {"device": 0, "host": TOKENS - 128}
+    assert {"preemptions": 0}.items() <= serving.cache.stats().requests.items()
