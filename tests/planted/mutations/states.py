@@ -1,4 +1,4 @@
-"""States of recurrent layers, latents, and the roles of places."""
+"""States of recurrent layers, latents, entries that tokens share, and the roles of places."""
 
 from __future__ import annotations
 
@@ -150,5 +150,40 @@ MUTATIONS = (
             "[[role, *place] for role, place in places.items()]",
             "[[*place] for place in places.values()]",
         ),
+    ),
+    mutation(
+        "entry_is_sealed_before_its_last_token",
+        "I16",
+        "an entry that tokens share is written with the first of them, of half its tokens",
+        "core/entries",
+        ("step.Step.entries", "(self.positions + 1) % shared == 0", "self.positions % shared == 0"),
+    ),
+    mutation(
+        "entries_go_to_the_slots_of_their_tokens",
+        "I15",
+        "entries of one block overwrite another one's",
+        "core/entries",
+        ("step.Step.entries", "self.slots()[g][token] // shared", "self.slots()[g][token] % 8"),
+    ),
+    mutation(
+        "keys_forget_how_many_tokens_share_an_entry",
+        "I14",
+        "a cache with other entries finds those of this one",
+        "core/entries",
+        ("KeyChain.__init__", "if g.entry_tokens > 1", "if False"),
+    ),
+    mutation(
+        "rows_of_long_entries_are_forgotten",
+        "I11",
+        "the first entry after a hit is made of half its tokens",
+        "plan/indexed",
+        ("compressed.compressed_spec", "ChunkedLocal(rate)", "SlidingWindow(rate // 2)"),
+    ),
+    mutation(
+        "a_layer_without_an_index_of_its_own_gets_one",
+        "I23",
+        "memory for keys that nobody writes",
+        "plan/indexed",
+        ("refusals.index_sizes", 'if owners[i] == "full"', "if owners[i]"),
     ),
 )
