@@ -57,11 +57,11 @@ def choose(
     groups: Sequence[GroupSpec],
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
-    latent: bool = False,
+    only_torch: str | None = None,
 ) -> Choice:
     """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
 
-    ``latent``: they are latents and rotated keys (MLA).
+    ``only_torch``: what they are, if only the torch reference attends to such, as to latents (MLA).
     Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" if it cannot run.
     """
     check_name(attention)
@@ -70,8 +70,8 @@ def choose(
     device = torch.device(device)
     machine = Machine.here(device) if machine is None else machine
     problem = obstacle(device, groups, dtype, machine)
-    if latent and (problem is None or device.type == "cuda"):
-        problem = "of kvtier's backends only the torch reference attends to latents (MLA)"
+    if only_torch and (problem is None or device.type == "cuda"):
+        problem = f"of kvtier's backends only the torch reference attends to {only_torch}"
     if problem is None:
         required = attention == "flashinfer"
         return Choice("flashinfer", "asked for" if required else f"FlashInfer {machine.flashinfer}", required)

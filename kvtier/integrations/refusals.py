@@ -141,11 +141,10 @@ def index_sizes(text: Any, types: Sequence[str]) -> dict[int, int]:
 def refuse_to_attend(hf_config: Any, spec: CacheSpec) -> None:
     """Raises ``UnsupportedModel`` for a model whose cache can be kept, but which the reference engine cannot run."""
     for i, places in enumerate(spec.layers):
-        if beside := [role for role in places if role not in ("kv", "state")]:
+        if "index" in places and "entries" not in places:
             raise UnsupportedModel(
-                f"{_name(hf_config)}: layer {i} reads {', '.join(beside)} beside keys and values. kvtier can keep them "
-                "(kvtier plan, KVCache, HostTier), but the reference engine has no attention that picks tokens by an "
-                "index or reads compressed entries"
+                f"{_name(hf_config)}: layer {i} picks the tokens it sees by an index. kvtier can keep that (kvtier "
+                "plan, KVCache, HostTier), but the reference engine has no such attention"
             )
 
 

@@ -8,7 +8,7 @@ Does not   know how attention is computed (a backend of kvtier.attention does) o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from kvtier.attention.fp8 import layer_scales
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
+from runner.model.compressed import OneRequest
 from runner.model.latents import Absorbed
 from runner.model.states import StatesOfStep
 
@@ -49,6 +50,8 @@ class StepContext:
     layers that have attended so far, in call order. ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of
     float8 layers with scales. ``proven``: the layers whose own mask, as the family builds it, is known to be their
     group's. ``states``: by group of states, what the step does with them; ``mixed``: layers that have used theirs.
+    ``starts``: the first token of each request in the step, and the step's end; ``before``: tokens of its text before
+    the step.
     """
 
     spec: CacheSpec
@@ -64,6 +67,8 @@ class StepContext:
     states: Mapping[str, StatesOfStep] = field(default_factory=dict)
     served: list[int] = field(default_factory=list)
     mixed: list[int] = field(default_factory=list)
+    starts: Sequence[int] = ()
+    before: Sequence[int] = ()
     _scales: dict[Temperature, Tensor] = field(default_factory=dict)
 
     def tempered(self, query: Tensor, layer: int) -> Tensor:
@@ -118,7 +123,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    kvtier: StepContext | None = None,
+    kvtier: StepContext | OneRequest | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -132,6 +137,8 @@ def attention(
     """
     if kvtier is None:
         _refuse(module, "it got no step: its family drops keyword arguments, or the model was called directly")
+    if isinstance(kvtier, OneRequest):
+        return kvtier.attend(module, query, key, value, attention_mask, scaling=scaling)
     layer = getattr(module, "layer_idx", None)
     if layer is None or not 0 <= layer < len(kvtier.spec.layers):
         _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")

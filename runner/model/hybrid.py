@@ -30,9 +30,10 @@ from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.refusals import refuse_to_attend
 from kvtier.integrations.transformers import is_latent, query_heads
 from kvtier.machine.device import check_device_memory, forget_last_error
-from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable
+from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable, NotExact
 from runner.model import checkpoint
 from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
+from runner.model.compressed import Compressed, PlacesOfStep
 from runner.model.device import model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import take_latents
@@ -48,6 +49,21 @@ def _spec_to_attend(hf_config: Any) -> CacheSpec:
     spec = CacheSpec.from_config(hf_config, block_tokens=1)
     refuse_to_attend(hf_config, spec)
     return spec
+
+
+def _chosen(attention: str, device: Any, spec: CacheSpec, dtype: torch.dtype | None, config: Any) -> Choice:
+    """The backend for a model of these groups."""
+    own = "MLA" if is_latent(config) else "compressed entries" if any(spec.places("entries")) else None
+    return choice.choose(attention, device, spec.groups, dtype, only_torch=own)
+
+
+def _check_exact(spec: CacheSpec, config: Any) -> None:
+    """Raises ``NotExact`` for a model with compressed entries."""
+    if any(spec.places("entries")):
+        raise NotExact(
+            f"exact=True cannot be kept for {config.model_type}: its entries and its index are computed by products "
+            "whose bits depend on how a prompt is cut; leave exact out"
+        )
 
 
 class HybridModel:
@@ -70,14 +86,15 @@ class HybridModel:
         ``backend``: PagedBatch, write_kv and attend; None makes one by ``attention`` and ``batch_invariant`` (see
         ``load``). ``kv_scales``: the checkpoint's, for K and V in float8. ``exact``: as in ``load``, but not tried.
         """
+        spec = _spec_to_attend(model.config)
         if exact:
+            _check_exact(spec, model.config)
             attention = choice.exactly("auto", model.device, model.dtype)
         elif backend is not None:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
         elif isinstance(attention, str):
-            groups = _spec_to_attend(model.config).groups
-            attention = choice.choose(attention, model.device, groups, model.dtype, latent=is_latent(model.config))
+            attention = _chosen(attention, model.device, spec, model.dtype, model.config)
         self.attention: Choice = attention
         self.model = model
         self.tokenizer = tokenizer
@@ -94,6 +111,8 @@ class HybridModel:
         self.latents = take_latents(model, NAME)
         self.mixers = Mixers.of(model)
         """Its recurrent layers."""
+        self.compressed = Compressed.of(model, spec)
+        """Its layers with compressed entries."""
         self.unsound: Sequence[int] = ()
         """Entries of the last forward that have left a state which is not finite where others find it; ascending."""
         self.fused = fuse(model, self.device, exact)
@@ -139,13 +158,14 @@ class HybridModel:
         device = model_device(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
-        groups = _spec_to_attend(config).groups
+        spec = _spec_to_attend(config)
         wanted = checkpoint.weights_dtype(folder, dtype, device)
         known = wanted if isinstance(wanted, torch.dtype) else None
         if exact:
+            _check_exact(spec, config)
             chosen = choice.exactly(attention, device, known)
         else:
-            chosen = choice.choose(attention, device, groups, known, latent=is_latent(config))
+            chosen = _chosen(attention, device, spec, known, config)
         check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
         weights = checkpoint.read_model(folder, config, wanted, NAME)
         name = checkpoint.name_of(path_or_id, folder)
@@ -202,10 +222,15 @@ class HybridModel:
         for group in cache.spec.groups:
             if group.attention.kind is Kind.STATE:
                 states[group.name] = StatesOfStep.from_step(step, group)
+            elif self.compressed.layers:
+                batches[group.name] = PlacesOfStep.from_step(step, group, self.device)
             else:
                 batches[group.name] = self.backend.PagedBatch.from_step(step, group, self.device)
         last = np.asarray(step.query_start)[1:][np.asarray(step.sample_rows, np.int64)] - 1
         context = self.context(cache, batches, self._ids(step.positions), states)
+        if self.compressed.layers:
+            context.starts = np.asarray(step.query_start).tolist()
+            context.before = (np.asarray(step.seq_lens) - np.diff(step.query_start)).tolist()
         rows = np.concatenate([last, also]).astype(np.int64) if len(also) else last
         logits = self.run(self._ids(step.token_ids), context, self._ids(rows))
         self.unsound = sorted(set().union(*(found.unsound for found in states.values())))
@@ -238,7 +263,7 @@ class HybridModel:
 
         ``out``: the tensor for them.
         """
-        self.mixers.step = context
+        self.mixers.step = self.compressed.step = context
         try:
             output = self.model(
                 input_ids=token_ids[None],
@@ -248,7 +273,7 @@ class HybridModel:
                 kvtier=context,
             )
         finally:
-            self.mixers.step = None
+            self.mixers.step = self.compressed.step = None
         context.check_complete()
         logits: Tensor = output.logits[0]
         return logits.float() if out is None else out.copy_(logits)

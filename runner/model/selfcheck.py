@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.paged import Paged, paged_from_table
+from kvtier.coordinator.step import Entries
 from kvtier.geometry.kinds import RecurrentState
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.gpu_pool.exports import States
@@ -165,9 +166,21 @@ class _View:
             np.array([_state_after(r, n) if n == ends[r] else 3 * r + 1 for r, n in found], np.int32),
         )
 
+    def entries(self) -> Entries:
+        """Blocks of one entry, with the ids of its first token's block in other groups."""
+        m, positions = self.group.entry_tokens, _positions(self.query_start, self.seq_lens)
+        token = np.flatnonzero((positions + 1) % m == 0)
+        rows = np.repeat(np.arange(len(self.seq_lens)), np.diff(self.query_start))
+        return Entries(token, self.block_table[rows[token], positions[token] // m].astype(np.int64))
+
     def paged(self) -> Paged:
         attention, starts, ends = self.group.attention, self.query_start.tolist(), self.seq_lens.tolist()
         return paged_from_table(attention, self.group.block_tokens, starts, ends, self.block_table)
+
+
+def _positions(query_start: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    counts = np.diff(query_start)
+    return np.concatenate([np.arange(end - count, end) for count, end in zip(counts, seq_lens, strict=True)])
 
 
 def _state_after(r: int, tokens: int) -> int:
@@ -197,7 +210,9 @@ class _Step:
         return np.arange(len(self.seq_lens))
 
     def group(self, name: str) -> _View:
-        return _View(self.spec.group(name), self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
+        group = self.spec.group(name)
+        table = self.block_table[:, :: group.entry_tokens]
+        return _View(group, self.query_start, self.seq_lens, table, self.slot_mapping)
 
 
 def step_of(spec: CacheSpec, prompts: Sequence[np.ndarray], ranges: Sequence[tuple[int, int]]) -> Any:
@@ -259,7 +274,7 @@ class _ScratchCache:
 def scratch_cache(spec: CacheSpec, device: torch.device, tokens: int = sum(_SHORT)) -> Any:
     """Stands in for a ``KVCache`` of ``spec`` in a forward: ``tokens`` blocks of one token in groups of K and V."""
     return _ScratchCache(
-        CacheSpec([replace(g, block_tokens=1) for g in spec.groups], layers=spec.layers), device, tokens
+        CacheSpec([replace(g, block_tokens=g.entry_tokens) for g in spec.groups], layers=spec.layers), device, tokens
     )
 
 

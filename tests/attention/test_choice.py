@@ -62,12 +62,12 @@ def test_auto_falls_back_and_says_why_and_flashinfer_raises_the_same(name: str) 
 def test_latents_are_attended_to_by_the_reference_and_the_note_says_why() -> None:
     """Whatever their sizes: [192, 128] are sizes of heads that FlashInfer computes."""
     for groups in ([group(512, head_dim_v=64)], [group(192, head_dim_v=128)], [group(64)]):
-        found = choose("auto", "cuda:0", groups, machine=HOPPER, latent=True)
+        found = choose("auto", "cuda:0", groups, machine=HOPPER, only_torch="latents (MLA)")
         assert (found.name, found.required) == ("reference", False)
         assert "only the torch reference attends to latents (MLA)" in found.reason
         with pytest.raises(AttentionUnavailable, match=r"latents \(MLA\); or use attention='auto'"):
-            choose("flashinfer", "cuda:0", groups, machine=HOPPER, latent=True)
-    assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], latent=True).reason
+            choose("flashinfer", "cuda:0", groups, machine=HOPPER, only_torch="latents (MLA)")
+    assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], only_torch="latents (MLA)").reason
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:

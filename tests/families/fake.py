@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvtier.coordinator.step import Entries
 from kvtier.geometry.kinds import RecurrentState
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.gpu_pool.exports import States
@@ -28,7 +29,7 @@ class FakeCache:
         self.blocks = blocks
         self._kv = {
             (g.name, i): tuple(
-                torch.full((blocks, g.block_tokens, g.num_kv_heads, d), torch.nan, dtype=getattr(torch, g.dtype))
+                torch.full((blocks, g.block_entries, g.num_kv_heads, d), torch.nan, dtype=getattr(torch, g.dtype))
                 for d in g.head_dims
             )
             for g in spec.groups
@@ -65,6 +66,14 @@ class View:
     starts: Sequence[int]
     ends: Sequence[int]
     block_tokens: int
+    entry_tokens: int
+
+    def entries(self) -> Entries:
+        """Those whose last tokens are among the step's."""
+        m, spans = self.entry_tokens, zip(self.starts, self.ends, strict=True)
+        positions = np.concatenate([np.arange(a, b) for a, b in spans])
+        token = np.flatnonzero(positions % m == m - 1)
+        return Entries(token, self.slot_mapping[token] // m)
 
     def states(self) -> States:
         """A state at each block's end, and at each entry's."""
@@ -158,4 +167,5 @@ class FakeSteps:
             slots.append(
                 block_table[i, tokens // group.block_tokens] * group.block_tokens + tokens % group.block_tokens
             )
-        return View(block_table, np.concatenate(slots).astype(np.int64), starts, ends, group.block_tokens)
+        sizes = group.block_tokens, group.entry_tokens
+        return View(block_table, np.concatenate(slots).astype(np.int64), starts, ends, *sizes)

@@ -71,6 +71,27 @@ _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+_COMPRESSED = {
+    "head_dim": 32,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 16,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "sliding_window": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 512,  # never binding: scores of tiny indices tie, at 0
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+}
 _SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
 _GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
@@ -125,6 +146,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_global_key_value_heads": 1,
         },
     ),
+    "deepseek_v4": ("deepseek_v4", _COMPRESSED),
     "gpt_oss": ("gpt_oss", {**_SLIDING, **_EXPERTS, "rope_parameters": _YARN}),
     "llama4": (
         "llama4_text",

@@ -39,8 +39,8 @@ def prompts(seed: int = 0) -> list[list[int]]:
 def serve(family: Family, **options: Any) -> LLM:
     """A tight engine: two of the three prompts fit the full-attention pool, but not with what they generate."""
     spec = family.model.spec(BLOCK)
-    blocks = {Kind.FULL: 18, Kind.STATE: 6}
-    device = {g.name: blocks.get(g.attention.kind, 16) for g in spec.groups}
+    blocks = {Kind.FULL: lambda g: 18 * BLOCK // g.block_tokens, Kind.STATE: lambda _: 6}
+    device = {g.name: blocks.get(g.attention.kind, lambda _: 16)(g) for g in spec.groups}
     llm = LLM(
         family.model,
         "cpu",

@@ -170,7 +170,7 @@ MUTATIONS = (
         "I14",
         "a cache with other entries finds those of this one",
         "core/entries",
-        ("KeyChain.__init__", "if g.entry_tokens > 1", "if False"),
+        ("KeyChain.__init__", "g.entry_tokens > 1", "g.entry_tokens > 99"),
     ),
     mutation(
         "rows_of_long_entries_are_forgotten",
@@ -184,6 +184,6 @@ MUTATIONS = (
         "I23",
         "memory for keys that nobody writes",
         "plan/indexed",
-        ("refusals.index_sizes", 'if owners[i] == "full"', "if owners[i]"),
+        ("refusals.index_sizes", 'owners[i] == "full"', "owners[i]"),
     ),
 )
