@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 
 _ATTRIBUTE = "_kvtier_compressed"
@@ -156,7 +155,6 @@ class OneRequest:
     def mask(self, hidden: Tensor) -> Tensor:
         """Which of the window's keys the new tokens see: [1, 1, n, keys], 0 or -inf."""
         see = self._roles["kv"][2].attention
-        assert see.kind is Kind.WINDOW
         queries = torch.arange(self._start, self._start + self.end - self.first, device=hidden.device)[:, None]
         keys = torch.arange(see.first_visible(self._start), int(queries[-1]) + 1, device=hidden.device)
         seen = (keys <= queries) & (keys > queries - see.span_tokens)

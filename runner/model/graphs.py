@@ -48,6 +48,8 @@ def why_eager(model: HybridModel) -> str | None:
         return f"CUDA graphs are for CUDA devices, and the model is on {model.device}"
     if model.mixers.layers:
         return "steps of recurrent layers cannot be captured"
+    if model.compressed.layers:
+        return "steps of layers with compressed entries cannot be captured"
     if not hasattr(model.backend, "GraphBatch"):
         return f"the {model.attention.name} attention cannot be captured"
     return None

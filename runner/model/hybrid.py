@@ -53,7 +53,7 @@ def _spec_to_attend(hf_config: Any) -> CacheSpec:
 
 def _chosen(attention: str, device: Any, spec: CacheSpec, dtype: torch.dtype | None, config: Any) -> Choice:
     """The backend for a model of these groups."""
-    own = "MLA" if is_latent(config) else "compressed entries" if any(spec.places("entries")) else None
+    own = "latents (MLA)" if is_latent(config) else "compressed entries" if any(spec.places("entries")) else None
     return choice.choose(attention, device, spec.groups, dtype, only_torch=own)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,7 +51,7 @@ class Recording:
             for group in cache.spec.groups:
                 if group.attention.kind is Kind.STATE:
                     continue  # a state is judged by what follows from it
-                slots = torch.from_numpy(step.group(group.name).slot_mapping[new].copy())
+                slots = torch.from_numpy(new_slots(step, group, new))
                 for layer in range(group.num_layers):
                     for which, pool in enumerate(cache.kv(group.name, layer)):
                         kv = read_slots(pool, slots, group)
@@ -81,8 +82,18 @@ def samples(step: Any, entries: list[Entry]) -> list[tuple[Entry, int]]:
     return [(entry, at[entry[0]]) for entry in entries if entry[0] in at]
 
 
+def new_slots(step: Any, group: GroupSpec, tokens: slice = slice(None)) -> npt.NDArray[np.int64]:
+    """Where these tokens of the step write, int64 [n]: one slot for each of them, or for each entry they complete."""
+    view = step.group(group.name)
+    if group.entry_tokens == 1:
+        return np.array(view.slot_mapping[tokens])
+    made = view.entries()
+    at = np.arange(step.num_tokens)[tokens]
+    return np.array(made.slot[np.isin(made.token, at)])
+
+
 def read_slots(pool: Tensor, slots: Tensor, group: GroupSpec) -> Tensor:
-    """K or V [n, heads, head size] of n slots of ``pool`` [blocks, block_tokens, heads, head size], on the CPU."""
+    """K or V [n, heads, head size] of n slots of ``pool`` [blocks, block_entries, heads, head size], on the CPU."""
     slots = slots.to(pool.device)
-    read: Tensor = pool[slots // group.block_tokens, slots % group.block_tokens].cpu()
+    read: Tensor = pool[slots // group.block_entries, slots % group.block_entries].cpu()
     return read

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.geometry.spec import CacheSpec, GroupSpec
-from runner.verify.cold import Cold, Entry, bounds, read_slots, samples
+from runner.verify.cold import Cold, Entry, Place, bounds, read_slots, samples
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ class Comparing:
     def __init__(self, spec: CacheSpec, cold: list[Cold], lengths: list[int], tolerance: float, repeats: bool) -> None:
         """``lengths``: of the prompts. ``repeats``: the forward pass gives the same bits for the same steps."""
         self._spec = spec
+        owner: dict[Place, int] = {}
+        for i, places in enumerate(spec.layers):
+            for place in (place for role, place in places.items() if role != "state"):
+                owner.setdefault(place, i)
+        self._places = [(i, place) for place, i in owner.items()]
+        """What layers write of tokens or entries, in model order; a state is judged by what follows from it."""
         self._cold = cold
         self._lengths = lengths
         self._tolerance = tolerance
@@ -148,13 +154,9 @@ class Comparing:
     def _first_kv(self, step: Any, cache: Any, row: int, cold: Cold, exact: bool) -> FirstDifference | None:
         """All that the entry's new tokens can see, layer by layer in model order."""
         first: FirstDifference | None = None
-        places = self._spec.places("kv")
-        for model_layer, place in enumerate(places):
-            if place is None or places.index(place) != model_layer:
-                continue  # reads what an earlier layer wrote, or nothing
-            name, layer = place
+        for model_layer, (name, layer) in self._places:
             group = self._spec.group(name)
-            for which, what in enumerate("KV"):
+            for which, what in enumerate("KV" if group.head_dims[1] else "K"):
                 found = self._differs(
                     step, cache.kv(name, layer)[which], row, group, cold.kv[name, layer][which], exact
                 )
@@ -177,18 +179,20 @@ class Comparing:
         self, step: Any, pool: Tensor, row: int, group: GroupSpec, cold: Tensor, exact: bool
     ) -> tuple[int, int, float] | None:
         """(position, block id, difference) of the first visible token whose K or V is not the cold run's."""
-        start, end = bounds(step, row)
-        seen = np.arange(group.attention.first_visible(start), end)
-        blocks = step.group(group.name).block_table[row][seen // group.block_tokens].astype(np.int64)
-        slots = torch.from_numpy(blocks * group.block_tokens + seen % group.block_tokens)
-        reference = cold[seen[0] : end]
+        (start, end), m, size = bounds(step, row), group.entry_tokens, group.block_entries
+        seen = np.arange(group.attention.first_visible(start) // m, end // m)  # entries: of each token, unless shared
+        if not len(seen):
+            return None
+        blocks = step.group(group.name).block_table[row][seen // size].astype(np.int64)
+        slots = torch.from_numpy(blocks * size + seen % size)
+        reference = cold[seen[0] : seen[-1] + 1]
         gaps = _gap(read_slots(pool, slots, group).float(), reference.float()).flatten(1).amax(1)
         self.largest_kv = max(self.largest_kv, float(gaps.max()))
         wrong = torch.nonzero(gaps > self._allowed(reference.float(), exact))
         if not len(wrong):
             return None
         at = int(wrong[0])
-        return int(seen[at]), int(blocks[at]), float(gaps[at])
+        return int(seen[at] + 1) * m - 1, int(blocks[at]), float(gaps[at])
 
 
 def _gap(ours: Tensor, cold: Tensor) -> Tensor:

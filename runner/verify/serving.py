@@ -16,7 +16,7 @@ from kvtier.machine.stats import TransferStats
 from kvtier.testing import SimulatedEngine
 from runner.model.graphs import DecodeGraphs
 from runner.model.hybrid import HybridModel
-from runner.verify.cold import Entry, bounds
+from runner.verify.cold import Entry, bounds, new_slots
 from runner.verify.plan import Plan
 
 IDLE_WAIT_S = 1.0
@@ -201,5 +201,5 @@ def _touched(step: Step, cache: KVCache) -> tuple[set[tuple[int, int]], set[tupl
         if group.attention.kind is Kind.STATE:
             writes |= {(g, int(b)) for b in view.states().target}
             continue
-        writes |= {(g, int(b)) for b in np.unique(view.slot_mapping // group.block_tokens)}
+        writes |= {(g, int(b)) for b in np.unique(new_slots(step, group) // group.block_entries)}
     return reads, writes

@@ -127,6 +127,6 @@ MUTATIONS = (
         "I15",
         "what a block held before stays behind a text, and may be the very tokens that somebody reads too early",
         "model/what_the_canary_must_see",
-        ("_compute", "poison_tails(words, work.tables[g], work.ends, work.poison)", "pass"),
+        ("_compute", "poison_tails(words, work.tables[g], work.of[g].ends, work.poison)", "pass"),
     ),
 )
