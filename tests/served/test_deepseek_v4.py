@@ -11,17 +11,18 @@ from families import zoo
 from families.conftest import Family
 
 from kvtier.geometry.kinds import Kind
-from runner import LLM
+from runner import LLM, SamplingParams
 from runner.model.hybrid import HybridModel
 
 from .recorder import Recorder
-from .test_families import GREEDY, check, eager
+from .test_families import check, eager
 
 if "deepseek_v4" not in zoo.ZOO:
     pytest.skip("this transformers has no deepseek_v4", allow_module_level=True)
 
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 LENGTHS = (251, 256, 140)
+GREEDY = SamplingParams(max_tokens=7, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -186,4 +186,40 @@ MUTATIONS = (
         "plan/indexed",
         ("refusals.index_sizes", 'owners[i] == "full"', "owners[i]"),
     ),
+    mutation(
+        "rows_of_the_neighbour",
+        "",
+        "an entry is made of another request's tokens",
+        "families/compressed served/deepseek_v4",
+        (
+            "runner.model.compressed.PlacesOfStep.read",
+            "self.table[r, at // self.block_entries]",
+            "self.table[-1, at // self.block_entries]",
+        ),
+    ),
+    mutation(
+        "an_entry_forgets_the_one_it_overlaps_with",
+        "",
+        "the first entry of each step lacks half of what it is made of",
+        "families/compressed served/deepseek_v4",
+        ("runner.model.compressed.OneRequest.update_overlap_state", "first == 0", "first >= 0"),
+    ),
+    mutation(
+        "an_indexers_rows_lie_on_the_compressors",
+        "",
+        "the index picks by rows of the entries",
+        "families/compressed served/deepseek_v4",
+        ("runner.model.compressed.OneRequest._own", 'name == "compressor"', "True"),
+    ),
+    mutation(
+        "a_token_sees_beyond_its_window",
+        "I24",
+        "a token sees one more than its window",
+        "families/compressed",
+        (
+            "runner.model.compressed.OneRequest.mask",
+            "keys > queries - see.span_tokens",
+            "keys >= queries - see.span_tokens",
+        ),
+    ),
 )
