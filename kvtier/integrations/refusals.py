@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.compressed import COMPRESSED_TYPES
 from kvtier.machine.errors import UnsupportedModel
 from kvtier.machine.integers import integer, shown
@@ -138,13 +137,13 @@ def index_sizes(text: Any, types: Sequence[str]) -> dict[int, int]:
     return {i: size for i in at if owners[i] == "full"}
 
 
-def refuse_to_attend(hf_config: Any, spec: CacheSpec) -> None:
+def refuse_to_attend(text: Any) -> None:
     """Raises ``UnsupportedModel`` for a model whose cache can be kept, but which the reference engine cannot run."""
-    for i, places in enumerate(spec.layers):
-        if "index" in places and "entries" not in places:
+    for i, layer_type in enumerate(getattr(text, "layer_types", None) or ()):
+        if layer_type == "minimax_m3_sparse":
             raise UnsupportedModel(
-                f"{_name(hf_config)}: layer {i} picks the tokens it sees by an index. kvtier can keep that (kvtier "
-                "plan, KVCache, HostTier), but the reference engine has no such attention"
+                f"{_name(text)}: layer {i} picks blocks of the tokens it sees by an index. kvtier can keep that "
+                "(kvtier plan, KVCache, HostTier), but the reference engine has no such attention"
             )
 
 

@@ -128,7 +128,7 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, Hq, T, D], key and value [1, Hkv, T, D]; returns [1, T, Hq, Dv].
 
@@ -138,7 +138,7 @@ def attention(
     if kvtier is None:
         _refuse(module, "it got no step: its family drops keyword arguments, or the model was called directly")
     if isinstance(kvtier, OneRequest):
-        return kvtier.attend(module, query, key, value, attention_mask, scaling=scaling)
+        return kvtier.attend(module, query, key, value, attention_mask, scaling=scaling, s_aux=s_aux, **more)
     layer = getattr(module, "layer_idx", None)
     if layer is None or not 0 <= layer < len(kvtier.spec.layers):
         _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")

@@ -1,7 +1,8 @@
-"""Layers that look beyond their window through compressed entries (DeepSeek-V4), with all they keep in the pools.
+"""Layers that read compressed entries (DeepSeek-V4) or pick tokens by an index (V3.2), with all they keep in the pools.
 
-Owns       what an attention layer with a ``compressor`` gets for a cache in our forward: for each request of a step an
-           object that answers from the pools as transformers' own cache layers do, and writes what is new to them.
+Owns       what an attention layer with a ``compressor`` or an ``indexer`` gets for a cache in our forward: for each
+           request of a step an object that answers from the pools as transformers' own cache layers do, and writes what
+           is new to them.
 Promises   the family's own code compresses, scores and picks. Each request is one call, so that no result depends on
            its neighbours in the step. A row, an entry and an index key is written once. A family that asks its cache
            for something else fails the trial at load, and is refused.
@@ -63,15 +64,20 @@ class PlacesOfStep:
         pool[slots // self.block_entries, slots % self.block_entries, 0] = rows[0].to(pool.dtype)
 
 
+def has_own(module: torch.nn.Module) -> bool:
+    """Whether this is an attention layer that keeps more than keys and values, or one beside such layers."""
+    return hasattr(module, "layer_idx") and (hasattr(module, "compressor") or hasattr(module, "indexer"))
+
+
 class Compressed:
-    """The attention layers of a loaded model that have compressed entries, or lie beside such layers."""
+    """The attention layers of a loaded model that ``has_own``, and what they keep."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, spec: CacheSpec) -> Compressed:
         """Those of ``model``, which has one set of them, however often it is asked for; none for other models."""
         found: Compressed | None = vars(model).get(_ATTRIBUTE)
         if found is None:
-            found = cls(model if any(spec.places("entries")) else torch.nn.Module())
+            found = cls(model if any((*spec.places("entries"), *spec.places("index"))) else torch.nn.Module())
             object.__setattr__(model, _ATTRIBUTE, found)
         return found
 
@@ -82,9 +88,14 @@ class Compressed:
         """Indices of these layers."""
         module: Any
         for module in model.modules():
-            if hasattr(module, "compressor") and hasattr(module, "layer_idx"):
+            if has_own(module):
                 self.layers.add(int(module.layer_idx))
                 module.forward = _Layer(self, module)
+
+
+    def groups(self, spec: CacheSpec) -> set[str]:
+        """Names of the groups with places of these layers."""
+        return {name for i in self.layers for name, _ in spec.layers[i].values()}
 
 
 class _Layer:
@@ -99,23 +110,36 @@ class _Layer:
         if context is None:
             return self._inner(hidden_states, *args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in ("cache", "kvtier", "attention_mask")}
-        positions, turns = given.pop("position_ids"), given.pop("position_embeddings")
-        outs = []
+        positions, turns, picked = (given.pop(name, None) for name in ("position_ids", "position_embeddings", _PICKED))
+        made = []
         for request in _requests(context, self._module):
             at = slice(request.first, request.end)
-            request.cut = {kind: tuple(x[:, at] for x in pair) for kind, pair in turns.items()}
-            out, _ = self._inner(
-                hidden_states[:, at],
-                position_embeddings=request.cut,
-                position_ids=positions[:, at],
-                attention_mask=request.mask(hidden_states),
-                cache=request,
-                kvtier=request,
-                **given,
+            made.append(
+                self._inner(
+                    hidden_states[:, at],
+                    position_embeddings=_cut(turns, at),
+                    position_ids=positions[:, at],
+                    attention_mask=request.mask(hidden_states),
+                    cache=request,
+                    kvtier=request,
+                    **({} if picked is None else {_PICKED: picked[request.row]}),
+                    **given,
+                )
             )
-            outs.append(out)
         context.served.append(int(self._module.layer_idx))
-        return torch.cat(outs, 1), None
+        outs, _, *more = zip(*made, strict=True)
+        return torch.cat(outs, 1), None, *more  # what a layer has picked goes on to the next one request by request
+
+
+_PICKED = "prev_topk_indices"
+"""The family's argument for the picks of another layer, which shares its index."""
+
+
+def _cut(turns: Any, at: slice) -> Any:
+    """cos and sin [1, T, n] of these tokens, which some families have by name."""
+    if isinstance(turns, dict):
+        return {name: _cut(pair, at) for name, pair in turns.items()}
+    return tuple(x[:, at] for x in turns)
 
 
 def _requests(context: Any, module: Any) -> Iterator[OneRequest]:
@@ -127,7 +151,7 @@ class OneRequest:
     """What one layer's code asks of its cache, for one request of a step: tokens [first, end) of the step's."""
 
     def __init__(self, context: Any, module: Any, r: int, first: int, end: int) -> None:
-        self._module, self._r = module, r
+        self._module, self.row = module, r
         self.first, self.end = first, end
         self._start = context.before[r]
         """Tokens of the text before the step."""
@@ -135,7 +159,6 @@ class OneRequest:
         self._roles = {}
         for role, (name, index) in context.spec.layers[self._layer].items():
             self._roles[role] = context.batches[name], context.cache.kv(name, index), context.spec.group(name)
-        self.cut: dict[str, Any] = {}
 
     # --- what transformers' attention asks ------------------------------------------------------------
 
@@ -145,19 +168,29 @@ class OneRequest:
         return {self._layer: self}
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The window's keys, [1, 1, n, D] of them new, with those before them; they are the values, too."""
-        places, (pool, _), group = self._roles["kv"]
-        before = places.read(pool, self._r, group.attention.first_visible(self._start), self._start)
-        places.write(pool, self._r, key[:, 0])
-        seen = torch.cat([before.to(key.dtype)[:, None], key], 2)
-        return seen, seen
+        """What the new tokens see of K and V, [1, 1, n, D] of it new; what keeps K alone has it for V, too."""
+        places, pools, group = self._roles["kv"]
+        first, seen = group.attention.first_visible(self._start), []
+        for pool, new in zip(pools, (key, value), strict=True):
+            if pool.shape[-1]:
+                before = places.read(pool, self.row, first, self._start).to(new.dtype)
+                places.write(pool, self.row, new[:, 0])
+                seen.append(torch.cat([before[:, None], new], 2))
+        return seen[0], seen[-1]
+
+    def update_indexer(self, keys: Tensor, *_: Any) -> Tensor:
+        """All index keys of the text, [1, n, D]; ``keys`` [1, new, D] are the new ones."""
+        places, (pool, _), _ = self._roles["index"]
+        before = places.read(pool, self.row, 0, self._start).to(keys.dtype)
+        places.write(pool, self.row, keys)
+        return torch.cat([before, keys], 1)
 
     def mask(self, hidden: Tensor) -> Tensor:
-        """Which of the window's keys the new tokens see: [1, 1, n, keys], 0 or -inf."""
+        """Which keys of ``update`` the new tokens see, before an index picks some: [1, 1, n, keys], 0 or -inf."""
         see = self._roles["kv"][2].attention
         queries = torch.arange(self._start, self._start + self.end - self.first, device=hidden.device)[:, None]
         keys = torch.arange(see.first_visible(self._start), int(queries[-1]) + 1, device=hidden.device)
-        seen = (keys <= queries) & (keys > queries - see.span_tokens)
+        seen = (keys <= queries) & (keys > queries - (see.span_tokens or self._start + self.end))
         return torch.zeros_like(seen, dtype=hidden.dtype).masked_fill(~seen, -torch.inf)[None, None]
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -171,8 +204,8 @@ class OneRequest:
         rows = []
         for pool, new in zip(pools, (kv, gate), strict=True):
             own = self._own(pool, name, new.shape[-1])
-            rows.append(torch.cat([places.read(own, self._r, first, self._start).to(new.dtype), new], 1))
-            places.write(own, self._r, new)
+            rows.append(torch.cat([places.read(own, self.row, first, self._start).to(new.dtype), new], 1))
+            places.write(own, self.row, new)
         end = rows[0].shape[1] // whole * whole
         return rows[0][:, :end], rows[1][:, :end], first
 
@@ -190,7 +223,7 @@ class OneRequest:
             return None, None
         places, pools, _ = self._roles["rows"]
         rows, gates = (
-            places.read(self._own(pool, name, kv.shape[3]), self._r, first - whole, first)[..., :head_dim]
+            places.read(self._own(pool, name, kv.shape[3]), self.row, first - whole, first)[..., :head_dim]
             for pool in pools
         )
         owner = self._module.compressor if name == "compressor" else self._module.compressor.indexer
@@ -199,13 +232,16 @@ class OneRequest:
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """All entries of the text, [1, n, D]; ``compressed`` [1, new, D] are the new ones."""
         places, (pool, _), group = self._roles[_NAMES[name]]
-        before = places.read(pool, self._r, 0, self._start // group.entry_tokens)
-        places.write(pool, self._r, compressed)
+        before = places.read(pool, self.row, 0, self._start // group.entry_tokens)
+        places.write(pool, self.row, compressed)
         return torch.cat([before.to(compressed.dtype), compressed], 1)
 
     # --- what our attention function is called with ----------------------------------------------------
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any) -> Any:
-        """The family's own plain attention, [1, n, Hq, D]."""
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+        """The family's own plain attention, [1, n, Hq, D]. ``indices`` [1, n, k]: the keys that an index has picked."""
+        if (picked := more.pop("indices", None)) is not None:
+            others = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).scatter(-1, picked[:, None].long(), 0)
+            mask = mask.masked_fill(others, -torch.inf)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, **more)

@@ -28,7 +28,7 @@ from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.refusals import refuse_to_attend
-from kvtier.integrations.transformers import is_latent, query_heads
+from kvtier.integrations.transformers import is_latent, query_heads, text_config
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable, NotExact
 from runner.model import checkpoint
@@ -47,19 +47,20 @@ _TOO_LARGE = "load them in a smaller dtype or on another device"
 def _spec_to_attend(hf_config: Any) -> CacheSpec:
     """The groups of a model that can be run, in blocks as short as can be. Raises ``UnsupportedModel``."""
     spec = CacheSpec.from_config(hf_config, block_tokens=1)
-    refuse_to_attend(hf_config, spec)
+    refuse_to_attend(text_config(hf_config))
     return spec
 
 
 def _chosen(attention: str, device: Any, spec: CacheSpec, dtype: torch.dtype | None, config: Any) -> Choice:
     """The backend for a model of these groups."""
-    own = "latents (MLA)" if is_latent(config) else "compressed entries" if any(spec.places("entries")) else None
+    own = "compressed entries" if any(spec.places("entries")) else None
+    own = "what an index picks" if any(spec.places("index")) else "latents (MLA)" if is_latent(config) else own
     return choice.choose(attention, device, spec.groups, dtype, only_torch=own)
 
 
 def _check_exact(spec: CacheSpec, config: Any) -> None:
     """Raises ``NotExact`` for a model with compressed entries."""
-    if any(spec.places("entries")):
+    if any((*spec.places("entries"), *spec.places("index"))):
         raise NotExact(
             f"exact=True cannot be kept for {config.model_type}: its entries and its index are computed by products "
             "whose bits depend on how a prompt is cut; leave exact out"
@@ -218,11 +219,11 @@ class HybridModel:
         """
         if step.num_tokens == 0:
             return torch.empty(0, self.vocab_size, device=self.device)
-        batches, states = {}, {}
+        batches, states, own = {}, {}, self.compressed.groups(cache.spec)
         for group in cache.spec.groups:
             if group.attention.kind is Kind.STATE:
                 states[group.name] = StatesOfStep.from_step(step, group)
-            elif self.compressed.layers:
+            elif group.name in own:
                 batches[group.name] = PlacesOfStep.from_step(step, group, self.device)
             else:
                 batches[group.name] = self.backend.PagedBatch.from_step(step, group, self.device)

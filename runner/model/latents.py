@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtier.machine.errors import UnsupportedModel
+from runner.model.compressed import has_own
 
 _EXPAND = "expand_kv"
 
@@ -58,7 +59,7 @@ def take_latents(model: torch.nn.Module, name: str) -> dict[int, Absorbed]:
     module: Any
     for module in model.modules():
         own = getattr(type(module), _EXPAND, None)
-        if own is not None and hasattr(module, "layer_idx"):
+        if own is not None and hasattr(module, "layer_idx") and not has_own(module):
             module.expand_kv = partial(_expand, module, own, name)
             found[int(module.layer_idx)] = _absorbed(module, own)
     return found

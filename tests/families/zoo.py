@@ -92,6 +92,7 @@ _COMPRESSED = {
     ],
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
 }
+_INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 512}  # as above: never binding
 _SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
 _GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
@@ -147,6 +148,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v4": ("deepseek_v4", _COMPRESSED),
+    "deepseek_v32": ("deepseek_v32", {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEX}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEX, "index_topk_freq": 2}),
+    "hy_v4": ("hy_v4", {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEX, "indexer_types": ["full", "shared"] * 2}),
+    "axk2": ("axk2", {**_LATENT, **_DEEPSEEK_EXPERTS, **_INDEX}),
     "gpt_oss": ("gpt_oss", {**_SLIDING, **_EXPERTS, "rope_parameters": _YARN}),
     "llama4": (
         "llama4_text",
