@@ -1,4 +1,4 @@
-"""Layers with compressed entries (DeepSeek-V4): against the family's own code at other windows, rates and top-k."""
+"""Layers with compressed entries or an index: against the family's own code at other windows, rates and top-k."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_logits_are_the_familys_own(tmp_path: Path, layers: str, window: int) ->
         torch.testing.assert_close(ours, own, atol=1e-4, rtol=0)
 
 
-def test_an_index_that_picks_some_picks_what_the_familys_own_does(tmp_path: Path) -> None:
-    """5 of up to 18 entries, by scores of so many heads that none are equal."""
-    folder = zoo.build("deepseek_v4", tmp_path, index_topk=5, index_n_heads=32, compress_rates=RATES)
-    every = zoo.build("deepseek_v4", tmp_path / "every", index_topk=64, index_n_heads=32, compress_rates=RATES)
+@pytest.mark.parametrize("family", ["deepseek_v4", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_an_index_that_picks_some_picks_what_the_familys_own_does(tmp_path: Path, family: str) -> None:
+    """5 of up to 73 tokens, or 18 entries, by scores of so many heads that none are equal."""
     own = []
-    for each in (folder, every):
+    for most in (5, 128):
+        each = zoo.build(family, tmp_path / str(most), index_topk=most, index_n_heads=32)
         found = logits(each)
         for ours, expected in zip(*found, strict=True):
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)

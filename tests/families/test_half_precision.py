@@ -100,7 +100,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(
 @pytest.mark.parametrize(
     "name",
     sample(
-        ["deepseek_v3", "minicpm3", "qwen3_5", "granitemoehybrid", "lfm2", "falcon_h1", "kimi_linear", "mamba2"],
+        ["deepseek_v3", "deepseek_v32", "deepseek_v4", "minicpm3", "qwen3_5", "granitemoehybrid", "lfm2", "falcon_h1", "kimi_linear", "mamba2"],
         ["deepseek_v3", "qwen3_5"],
     ),
 )
