@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from kvtier.geometry.dtypes import DTYPE_BYTES
+from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.compressed import COMPRESSED_TYPES
 from kvtier.machine.errors import UnsupportedModel
 from kvtier.machine.integers import integer, shown
@@ -137,8 +139,12 @@ def index_sizes(text: Any, types: Sequence[str]) -> dict[int, int]:
     return {i: size for i in at if owners[i] == "full"}
 
 
-def refuse_to_attend(text: Any) -> None:
+def refuse_to_attend(text: Any, spec: CacheSpec) -> None:
     """Raises ``UnsupportedModel`` for a model whose cache can be kept, but which the reference engine cannot run."""
+    if any(spec.places("index")) and any(DTYPE_BYTES[group.dtype] == 1 for group in spec.groups):
+        raise UnsupportedModel(
+            f"{_name(text)}: in 8 bits the reference engine reads no keys that an index picks; leave kv_cache_dtype out"
+        )
     for i, layer_type in enumerate(getattr(text, "layer_types", None) or ()):
         if layer_type == "minimax_m3_sparse":
             raise UnsupportedModel(

@@ -106,7 +106,7 @@ class Service:
         config, weights_dtype = _config(model, device, dtype, attention, bool(exact))
         kv_dtype = weights_dtype if kv_cache_dtype in (None, "auto") else kv_cache_dtype
         spec = CacheSpec.from_config(config, kv_dtype, block_tokens, scales)
-        refuse_to_attend(config.get_text_config(decoder=True))
+        refuse_to_attend(config.get_text_config(decoder=True), spec)
         known = {"model_id": "of its weights"} if has_remote and not isinstance(model, HybridModel) else {}
         kv_events = _kv_events(kv_events_config, spec)
         options.check_cache(spec, device, device_memory, host_memory, known | cache_options)

@@ -92,7 +92,6 @@ class Compressed:
                 self.layers.add(int(module.layer_idx))
                 module.forward = _Layer(self, module)
 
-
     def groups(self, spec: CacheSpec) -> set[str]:
         """Names of the groups with places of these layers."""
         return {name for i in self.layers for name, _ in spec.layers[i].values()}

@@ -47,7 +47,7 @@ _TOO_LARGE = "load them in a smaller dtype or on another device"
 def _spec_to_attend(hf_config: Any) -> CacheSpec:
     """The groups of a model that can be run, in blocks as short as can be. Raises ``UnsupportedModel``."""
     spec = CacheSpec.from_config(hf_config, block_tokens=1)
-    refuse_to_attend(text_config(hf_config))
+    refuse_to_attend(text_config(hf_config), spec)
     return spec
 
 
@@ -206,6 +206,7 @@ class HybridModel:
         if kv_scales is None and isinstance(dtype, str) and DTYPE_BYTES[dtype] == 1:
             kv_scales = self.kv_scales
         spec = CacheSpec.from_config(self.config, dtype=dtype, block_tokens=block_tokens, kv_scales=kv_scales)
+        refuse_to_attend(text_config(self.config), spec)
         if self.exact and self.mixers.layers:
             spec = with_inputs(spec, self.config.get_text_config(decoder=True).hidden_size, dtype_name(self.dtype, ""))
         return spec

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvtier import CacheSpec
+from kvtier.integrations.refusals import refuse_to_attend
 from kvtier.machine.errors import AttentionUnavailable, NotExact, UnsupportedModel
 from runner.model.hybrid import HybridModel
 
@@ -86,6 +88,14 @@ def test_what_cannot_be_had_is_refused_before_the_weights_are_read(tmp_path: Pat
         HybridModel.load(folder, exact=True)
     with pytest.raises(AttentionUnavailable, match="attention='flashinfer' cannot be had"):
         HybridModel.load(folder, attention="flashinfer")
+
+
+@pytest.mark.parametrize("name", sorted(zoo.INDEXED))
+def test_keys_in_8_bits_are_refused_by_name(name: str) -> None:
+    """They would be read without their scales."""
+    with pytest.raises(UnsupportedModel, match=f"{name}: in 8 bits"):
+        config = zoo.config(name)
+        refuse_to_attend(config, CacheSpec.from_config(config, dtype="fp8"))
 
 
 @pytest.mark.parametrize("lost", ["update_overlap_state", "store_compression_weights"])

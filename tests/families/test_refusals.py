@@ -53,7 +53,7 @@ REFUSED = {
     "glm5_next": (lambda: for_model("glm5_next"), r"index pools the keys of tokens \(index_kpool\)"),
     "qwen4_exp": (lambda: for_model("qwen4_exp"), r"index pools the keys of tokens \(indexer_compress_ratio\)"),
     "an index of no size": (
-        lambda: _with(for_model("deepseek_v32"), index_head_dim=None),
+        lambda: _with(zoo.config("llama"), layer_types=["indexed_attention"] * 4),
         "'indexed_attention', but there is no index_head_dim",
     ),
     "indices of other owners": (

@@ -93,6 +93,8 @@ _COMPRESSED = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
 }
 _INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 512}  # as above: never binding
+INDEXED = {"deepseek_v4", "deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"}
+"""Families that read compressed entries, or pick tokens by an index."""
 _SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
 _GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
