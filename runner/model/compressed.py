@@ -189,7 +189,9 @@ class OneRequest:
         see = self._roles["kv"][2].attention
         queries = torch.arange(self._start, self._start + self.end - self.first, device=hidden.device)[:, None]
         keys = torch.arange(see.first_visible(self._start), int(queries[-1]) + 1, device=hidden.device)
-        seen = (keys <= queries) & (keys > queries - (see.span_tokens or self._start + self.end))
+        seen = keys <= queries
+        if see.span_tokens:
+            seen &= keys > queries - see.span_tokens
         return torch.zeros_like(seen, dtype=hidden.dtype).masked_fill(~seen, -torch.inf)[None, None]
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
