@@ -96,6 +96,15 @@ def test_with_states_all_is_well_too(name):
     assert 0 < result.longest <= result.bound
 
 
+@breadth
+def test_an_index_without_its_keys_is_no_hit():
+    """Loads of windows, entries and index keys fail in part: nothing of them is used, and all goes on."""
+    result = explored("entries, a torn restore")
+    assert (result.violations, result.whole) == ([], True)
+    assert result.states > 150
+    assert result.loading > 0
+
+
 def test_a_state_that_goes_to_the_null_block_is_found(monkeypatch):
     """S3: so the explorer looks at what steps do with states."""
     own = Exports.states

@@ -47,6 +47,16 @@ STATES = CacheSpec(
         GroupSpec("state", RecurrentState((Part("recurrent0", (4,), "float32"),)), 1, block_tokens=BLOCK_TOKENS),
     ]
 )
+INDEXED = CacheSpec(  # a window, entries of two tokens that an index picks from, and the index's keys; K alone
+    [
+        GroupSpec("win", SlidingWindow(3), 1, 1, 4, block_tokens=BLOCK_TOKENS, head_dim_v=0),
+        *(
+            GroupSpec(name, FullAttention(), 1, 1, 4, block_tokens=BLOCK_TOKENS, head_dim_v=0, entry_tokens=2)
+            for name in ("entries", "index")
+        ),
+    ],
+    layers=[{"kv": ("win", 0), "entries": ("entries", 0), "index": ("index", 0)}],
+)
 Action = tuple[Any, ...]
 Blocks = tuple[int, ...]
 MOST_STEPS_TO_REST = 20
@@ -274,6 +284,8 @@ class World:
         happened.tokens = self.step.num_tokens
         if self.config.spec == STATES and self.step.num_tokens:
             self.step.group("state").states()  # built, so that the audit looks at it
+        if self.config.spec == INDEXED and self.step.num_tokens:
+            self.step.group("index").entries()
         running = {s.request.request_id: s for s in scheduler.running}
         wrong += [
             f"I9: the load of {name} has landed, but it does not run"
