@@ -90,7 +90,7 @@ def digest_of(spec: CacheSpec, chain: U64) -> int:
     total = 0
     for place, g, _ in places(spec):
         group = spec.groups[g]
-        entries = chain[group.entry_tokens - 1 :: group.entry_tokens]
+        entries = np.ascontiguousarray(chain[group.entry_tokens - 1 :: group.entry_tokens])
         first = group.attention.first_visible(len(chain) - 1) // group.entry_tokens
         for i in range(2 if group.head_dims[1] else 1):
             total += int(digest_chain(entries, first, place + i))
