@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ def _mixers(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
             yield module, argument
 
 
+@cache
 def _keeps_states(of: type) -> bool:
     try:
         return any(call in inspect.getsource(of) for call in _CALLS)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtier.geometry.kinds import Attention, Kind
-from kvtier.geometry.spec import CacheSpec, GroupSpec
+from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.refusals import field
 from kvtier.integrations.transformers import is_latent, query_heads, text_config
 from kvtier.machine.errors import UnsupportedModel
@@ -84,19 +84,19 @@ def weight_flops(counted: Weights, num_tokens: int) -> int:
 
 def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
     """FLOPs of queries with keys and of their weights with values, in all layers, including layers that share KV."""
-    total = 0
+    total, expanded = 0, _expanded_width(hf_config)
     for heads, place in zip(query_heads(hf_config, spec), spec.places("kv"), strict=True):
         if place is None:
             continue
         group = spec.group(place[0])
-        total += 2 * heads * _width(hf_config, group) * pairs(group.attention, num_tokens)
+        total += 2 * heads * (expanded or sum(group.head_dims)) * pairs(group.attention, num_tokens)
     return total
 
 
-def _width(hf_config: Any, group: GroupSpec) -> int:
-    """Multiplications of a query head with a key and a value; of latents, with what prompts expand them to."""
+def _expanded_width(hf_config: Any) -> int:
+    """Multiplications of a query head with the key and the value that prompts expand a latent to; 0: no latents."""
     if not is_latent(hf_config):
-        return sum(group.head_dims)
+        return 0
     sizes = [field(text_config(hf_config), name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     return sum(int(size) for size in sizes)
 
