@@ -227,7 +227,7 @@ class CacheStats:
     load_latency: LatencyStats
     store_latency: LatencyStats
     stores_hang: bool
-    """Only one block is stored from time to time now, since the last stores have not ended in time."""
+    """Nothing is stored now, since the last stores have not ended in time."""
     link: LinkStats | None
     """The bytes' way between a GPU and its host tier; None elsewhere."""
     remote: RemoteStats | None
