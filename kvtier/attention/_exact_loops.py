@@ -8,7 +8,7 @@ Does not   import torch, or know requests.
 
 The text is cut into splits of ``SPLIT`` tokens, from token 0 on. The part of a split that a query sees is a piece. A
 piece leaves its greatest score, the sum of its weights (exponentials of scores less the greatest) and the weighted sum
-of values; ``merge`` adds pieces up in the order of the text. Scores come from ``score`` or from a product, weighted
+of values. ``merge`` adds pieces up in the order of the text. Scores come from ``score`` or from a product, weighted
 sums from ``mix`` or from a product. All else has one entry here, which both ways use.
 """
 
