@@ -68,7 +68,7 @@ class Coordinator:
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.door: RemoteDoor[Tracked] = RemoteDoor(connector, pools, self.match)
-        """To the tier behind the host tier."""
+        """The way to the tier behind the host tier."""
         self._sources = Sources(spec)
         self._trail = Trail(spec)
         self.tables = BlockTables(spec, pools, 1)
@@ -234,7 +234,7 @@ class Coordinator:
             self.journal.add(seq.request.request_id, self._sources.admitted(seq, match, loads, gaps))
 
     def _mark(self, seq: Tracked, boundaries: Iterable[int], end: str, is_kept: bool) -> None:
-        """For explanations: the request's tokens up to these boundaries are there now."""
+        """Notes for explanations that the request's tokens up to these boundaries are there now."""
         if self.journal.is_on:
             for boundary in boundaries:
                 self._trail.mark(seq.keys, boundary, Mark(self.journal.count, end, is_kept))

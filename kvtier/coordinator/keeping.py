@@ -72,7 +72,7 @@ class Text(NamedTuple):
 
     keys: KeyArray
     num_tokens: int
-    """So far."""
+    """Its length so far."""
     hit: int
     """It begins with this much."""
     full: int

@@ -159,7 +159,7 @@ class Retention:
         margin = np.maximum(self._pools.owned // 20, -(-margin_tokens // self._block_tokens))
         lacking = margin - self._pools.column(Col.EMPTY) - self._pools.unused
         coldest = self._pools.coldest_of(np.minimum(lacking, self._pools.owned))
-        self._stores.launder(self._pools, *coldest, ahead=True)
+        self._stores.launder(self._pools, *coldest)
 
     # --- names -----------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class TextBytes:
         self._chunk = np.array([span if kind is Kind.CHUNK else NEVER for kind, span in kinds])
         is_window = np.array([kind is Kind.WINDOW for kind, _ in kinds])
         self.slack = 0.0 if is_state.any() else SLACK * float(self._of_token[is_window].sum())
-        """Of SLACK tokens in all windows; 0 if hits end at states, which have no slack."""
+        """Bytes of SLACK tokens in all windows; 0 if hits end at states, which have no slack."""
         ends = Kind.WINDOW, Kind.STATE  # of a state one block, whatever its tokens
         self._window = np.array([max(1, span - 1) if kind in ends else NEVER for kind, span in kinds])
 
@@ -99,7 +99,7 @@ class Before(NamedTuple):
     text: int = -1
     """The number of the newest text that begins so; -1 if there is none."""
     units: int = 0
-    """So many units of it."""
+    """Units of it."""
     goes_on: bool = False
     """There the text, or its prompt, ends. Else the two part there."""
     shared: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from runner.commands.arguments import (
@@ -13,6 +12,7 @@ from runner.commands.arguments import (
     not_negative,
     positive,
     quiet_transformers,
+    told,
 )
 from runner.commands.checks import check_engine
 
@@ -122,11 +122,7 @@ def _run_vllm(args: argparse.Namespace) -> int:
             args.patience or kit.PATIENCE_S,
             progress=lambda name, done, total: status.update(f"{name} ({done} of {total})"),
         )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return told(report, show, args.json)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -166,8 +162,4 @@ def run(args: argparse.Namespace) -> int:
             attention=args.attention,
             exact=args.exact,
         )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return told(report, show, args.json)

@@ -229,7 +229,7 @@ def _is_finite(states: Iterator[Tensor] | Sequence[Tensor]) -> bool:
 
 
 States = list[Tensor]
-"""Of some requests, their parts of a layer's state: [B, *part.shape] each, in the order of the parts."""
+"""The parts of a layer's state of B requests: [B, *part.shape] each, in the order of the parts."""
 
 
 class _Call:

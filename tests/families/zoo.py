@@ -71,6 +71,14 @@ _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 _SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
 _GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
@@ -94,14 +102,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3",
         {
             "text_config": {**_SLIDING, "query_pre_attn_scalar": 32},
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 32,
-                "patch_size": 8,
-            },
+            "vision_config": _VISION,
             "mm_tokens_per_image": 4,
             "image_token_index": 150,
             "boi_token_index": 151,
@@ -290,14 +291,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": (
         "mistral3",

@@ -56,7 +56,7 @@ class TrackedRequest:
         self.local = 0
         """Tokens that vLLM's own prefix cache has brought."""
         self.from_remote = 0
-        """Of its last hit: tokens that the remote tier has brought for it."""
+        """Tokens of its last hit that the remote tier has brought for it."""
         self.end = 0
         """Tokens with KV on the device, or in the step that is being planned."""
         self.told = 0

@@ -267,8 +267,8 @@ class SchedulerSide:
         self._tell(follow, blocks_of, boundary + is_end, is_end)
 
     def _pass_state(self, follow: TrackedRequest, end: int) -> None:
-        """The step computes tokens up to ``end``. If it comes by the prompt's last boundary, and no state was left
-        there, the device has found it: what the host tier has of the prompt was used."""
+        """The step computes tokens up to ``end``. If it passes the prompt's last boundary, where no state was left, the
+        device had one: what the host tier has of the prompt was used."""
         last = self._last_boundary(follow)
         follow.due = last + 1 if end <= last else NEVER
         if follow.last_state < last < end:

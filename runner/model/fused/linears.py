@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the difference's RMS, relative: sums of other orders."""
+"""The most that the RMS of a difference may be, relative: sums have other orders."""
 _ROWS = 1, 3, 17
-"""Of the trial."""
+"""Rows of the trial's steps."""
 _PACKED_FOR = 64
 """Rows that oneDNN chooses the layout for."""
 _FASTER = 0.9
-"""Of MKL's time: from there on a packed copy is worth its while."""
+"""A packed copy is worth its while if it takes at most this share of MKL's time."""
 _TRIED = 32, 640, 2048
 """Rows, columns and inner size of the trial of speed."""
 _REPEATS = 15
