@@ -357,7 +357,11 @@ MUTATIONS = (
         "I21",
         "windows of new prompts are kept for texts that are found at their ends anyway",
         "core/coordinator/partings",
-        ("Partings.find", "min(REACHES, octave.bit_length()) if early else REACHES", "min(REACHES, octave.bit_length())"),
+        (
+            "Partings.find",
+            "min(REACHES, octave.bit_length()) if early else REACHES",
+            "min(REACHES, octave.bit_length())",
+        ),
     ),
     mutation(
         "a_reach_ends_before_the_parting",
