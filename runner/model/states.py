@@ -121,15 +121,15 @@ class Mixers:
 def _mixers(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
     """The modules that keep a state, and their argument for it."""
     for module in model.modules():
-        own = type(module).forward
-        named = inspect.signature(own).parameters
+        kind: Any = type(module)
+        named = inspect.signature(kind.forward).parameters
         argument = next((name for name in _ARGUMENTS if name in named), None)
-        if argument is not None and hasattr(module, "layer_idx") and _keeps_states(type(module)):
+        if argument is not None and hasattr(module, "layer_idx") and _keeps_states(kind):
             yield module, argument
 
 
 @cache
-def _keeps_states(of: type) -> bool:
+def _keeps_states(of: Any) -> bool:
     try:
         return any(call in inspect.getsource(of) for call in _CALLS)
     except (OSError, TypeError):
