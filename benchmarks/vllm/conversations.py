@@ -1,8 +1,8 @@
 """Conversations: tokens that a host tier keeps of them, and hits by turn, beside vLLM's own connectors.
 
 vLLM's real scheduler serves the same conversations through each connector; no bytes are copied (``simulated``). They
-share a system prompt, and each turn's prompt is all that was said before with a new message. The device has room for one
-prompt and a half, so that what comes back comes from the host tier, in two orders:
+share a system prompt, and each turn's prompt is all that was said before with a new message. The device has room for
+one prompt and a half, so that what comes back comes from the host tier, in two orders:
 
 * ``in turn``: all conversations, one after the other, again and again: what is least recent is asked for next.
 * ``some open``: a few are open at a time, a random one of them is next, and a new one begins when one has ended.

@@ -97,8 +97,8 @@ def engine_config(
 def cache_config(config: Any, shape: Shape) -> Any:
     """vLLM's ``KVCacheConfig`` of this shape, grouped and laid out by its own functions."""
     import torch
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     common = {

@@ -16,10 +16,9 @@ from kvtier.host_tier.fragments import Fragments
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.integers import shown
 
-
 FINER = 8
-"""A host tier's slabs are so many times as fine as a device's. It moves no block, so a slab changes hands as it is, with
-whatever in it is still wanted: what a turn leaves superseded must fill whole slabs to go alone."""
+"""A host tier's slabs are so many times as fine as a device's. It moves no block, so a slab changes hands as it is,
+with whatever in it is still wanted: what a turn leaves superseded must fill whole slabs to go alone."""
 
 
 class HostPlan:
