@@ -2,7 +2,7 @@
 
 Owns       vLLM's full hash of each block that was published or may soon be stored.
 Promises   each published block is taken back once it cannot be found any more. A block is published unless its hash has
-           been forgotten, which takes many later ones. Of the remote tier that is what this engine has put or seen there.
+           been forgotten, which takes many later ones. Of the remote tier: what this engine has put or seen there.
 """
 
 from __future__ import annotations
