@@ -431,7 +431,7 @@ def tracing_thread(traces: Any) -> threading.Thread:
 
 def forget_hashes(connector: Any) -> None:
     """Of the blocks that may be stored."""
-    connector._scheduler._events._hashes.clear()
+    connector._scheduler._events._hashes._at.clear()
 
 
 def vllm_worker(connector: Any) -> Any:

@@ -90,10 +90,9 @@ class TrackedRequest:
             self._num_keys = count
         return self._text
 
-    def hashes_since(self, tokens: int) -> Sequence[bytes]:
-        """vLLM's hashes of the blocks behind ``tokens``."""
-        hashes: Sequence[bytes] = self.request.block_hashes
-        return hashes[tokens // self._books.hash_tokens * self._stride :]
+    def hashes_since(self, tokens: int) -> tuple[Sequence[bytes], int]:
+        """vLLM's hashes of its blocks, and the number of the first one behind ``tokens``."""
+        return self.request.block_hashes, tokens // self._books.hash_tokens * self._stride
 
     def place(self, blocks: Sequence[Sequence[int]]) -> None:
         """Its whole table, by group."""
