@@ -215,7 +215,7 @@ class CanaryEngine:
         is_real, spare = entry < count, len(self._views[self._cache.spec.index(group.name)][0][0]) - 1
         wrong = source[count:].any() or (end[~is_real] != 1).any() or (target[~is_real] != spare).any()
         source, entry, end, target = source[:count], entry[is_real], end[is_real], target[is_real]
-        lasts = np.append(np.flatnonzero(np.diff(entry)), len(entry) - 1)
+        lasts = np.flatnonzero(np.diff(entry, append=-1))
         wrong |= not np.array_equal(entry[lasts], np.arange(count)) or not np.array_equal(end[lasts], ends)
         wrong |= not np.array_equal(source > 0, step.starts > 0) or (target < 1).any() or (target >= spare).any()
         if wrong:
