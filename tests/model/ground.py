@@ -129,10 +129,7 @@ class Ground:
     def _open(self) -> None:
         c = self.config
         spec = canary_spec(
-            {
-                name: (KINDS[kind](span), block_tokens)
-                for name, (kind, span, block_tokens, _, _) in c.groups.items()
-            },
+            {name: (KINDS[kind](span), block_tokens) for name, (kind, span, block_tokens, _, _) in c.groups.items()},
             num_layers=dict(zip(c.groups, c.layers if c.slabs else (1,) * len(c.groups), strict=False)),
         )
         # Without a host tier nothing tells a cache of the device: blocks move at once, so forwards run at once too.
