@@ -109,7 +109,6 @@ class Keeping:
         self._unit, self._hash = hit_tokens, hash_tokens
         self._local = [group.attention for group in groups if group.attention.kind is not Kind.FULL]
         self._has_full = len(self._local) < len(groups)
-        self._has_states = any(attention.kind is Kind.STATE for attention in self._local)
         self._shorts = shorts
         self._groups = [(group.attention, group.block_tokens) for group in groups]
         self._passes = passes
@@ -247,7 +246,7 @@ class Keeping:
         if not ends:
             return
         unit = self._unit
-        slack = SHORT if self._has_states else SLACK
+        slack = SHORT if self.sizes.state else SLACK
         for boundary in range(max(unit, ends[0] - slack // unit * unit), ends[0], unit):
             self.boundaries.end(self.name(keys, boundary), End.SHORT)
         if course.is_guest or not self._local:

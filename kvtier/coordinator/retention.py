@@ -37,7 +37,6 @@ class Retention:
         self._mode = mode
         self._laundered = np.empty(0, np.int64)  # the pools' counts when the margin was last refilled
         self._is_local = np.array([group.attention.kind is not Kind.FULL for group in spec.groups])
-        self._is_state = np.array([group.attention.kind is Kind.STATE for group in spec.groups])
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self._host = host
         self._sizes = TextBytes(spec.groups)
@@ -137,7 +136,7 @@ class Retention:
         """The request's text has ended after ``end`` tokens: its states that are no longer needed go first."""
         at, names = np.array(self.keeping.outrun(seq.course, end), np.int64), self.keeping.boundaries
         keys = np.ascontiguousarray(seq.keys[at // self._spec.hash_tokens - 1])
-        for g in np.flatnonzero(self._is_state).tolist() if len(at) else ():
+        for g in self._tables.state_groups if len(at) else ():
             groups = np.full(len(at), g, np.int32)
             blocks = self._pools.find(groups, keys)
             there = blocks > 0
