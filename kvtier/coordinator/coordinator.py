@@ -266,7 +266,7 @@ class Coordinator:
             if course.branches or course.told:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
-                self._offer(seq, parted)
+                self._offer(seq, [boundary for boundary in parted if boundary != course.short])
                 self._note_partings(seq)
             if end > course.named_from:
                 self.retention.seal_passing(seq, end)
@@ -298,17 +298,19 @@ class Coordinator:
         generated = t.generated[row, : t.num_generated[row]]
         if len(generated):
             seq.text.append(generated)
-        if seq.state is State.RUNNING and t.publish[row]:
+        end, is_sealed = int(t.computed[row]), seq.state is State.RUNNING and bool(t.publish[row])
+        if is_sealed:
             self.retention.seal_end(seq, comes_back)
             self.plan_stores()
             self.retention.cool_in_host(seq)
-            end = int(t.computed[row])
             kind = "answer" if end > len(seq.request.tokens) else "prompt"
             self._mark(seq, self.retention.keeping.last_boundaries(end), kind, seq.anchored_at == end)
             self._offer(seq, self.retention.keeping.last_boundaries(end))
             if seq.course.went_on_from:
                 self.door.supersede(seq.keys, seq.course.went_on_from, self.retention.keeping.boundaries.is_wanted)
         self.tables.clear(row)
+        if self.tables.has_states and is_sealed and not comes_back:
+            self.retention.cool_states(seq, end)
         seq.row = -1
         seq.ticket = 0
         seq.course.branches.clear()

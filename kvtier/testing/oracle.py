@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.kinds import Attention
+from kvtier.geometry.kinds import Attention, Kind, Part, RecurrentState
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.testing._canary_loops import chain_values, digest_chain
 
@@ -26,20 +26,31 @@ U64 = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 
 VOCABULARY = 97
+STATE = RecurrentState((Part("a", (2,), "float32"), Part("b", (2,), "float32")))
+"""Two 64-bit values, as a slot has them: those that the last token's slot would have, which depend on all tokens before
+it."""
 
 
 def canary_spec(groups: Mapping[str, tuple[Attention, int]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
-    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens).
+    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens). ``STATE`` is the
+    attention of a group of states.
 
     ``num_layers`` is a number for every group, or a mapping by name.
     """
     layers = dict.fromkeys(groups, num_layers) if isinstance(num_layers, int) else num_layers
     return CacheSpec(
         [
-            GroupSpec(name, attention, layers[name], 1, 2, dtype="float32", block_tokens=block_tokens)
+            GroupSpec(name, attention, layers[name], block_tokens=block_tokens)
+            if isinstance(attention, RecurrentState)
+            else GroupSpec(name, attention, layers[name], 1, 2, dtype="float32", block_tokens=block_tokens)
             for name, (attention, block_tokens) in groups.items()
         ]
     )
+
+
+def first_read(attention: Attention, position: int) -> int:
+    """The first token whose content the token at ``position`` reads: of states its own, which has all others in it."""
+    return position if attention.kind is Kind.STATE else attention.first_visible(position)
 
 
 def places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
@@ -86,7 +97,7 @@ def digest_of(spec: CacheSpec, chain: U64) -> int:
     """The content that the last token of a text reads, if every slot that it sees is right."""
     total = 0
     for place, g, _ in places(spec):
-        first = spec.groups[g].attention.first_visible(len(chain) - 1)
+        first = first_read(spec.groups[g].attention, len(chain) - 1)
         total += int(digest_chain(chain, first, place)) + int(digest_chain(chain, first, place + 1))
     return total & 0xFFFFFFFFFFFFFFFF
 
