@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -36,11 +35,6 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("KVTIER_COMMIT") or "unknown"
     return run.stdout.strip()
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process has held so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rss_bytes() -> int:

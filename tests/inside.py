@@ -333,8 +333,7 @@ def at_end_of_loads(of: Whole | HostTier, look: Callable[[Transfer, Bools], None
 
 def hang_tickets(of: Whole) -> tuple[int, int]:
     """The last stores that were overdue and that have ended."""
-    hang = connector(of)._hang
-    return hang._last_overdue, hang._last_ended
+    return connector(of)._last_overdue, connector(of)._last_ended
 
 
 def most_in_flight(of: Whole) -> int:
@@ -359,7 +358,7 @@ def count_overdue(of: Whole, num: int) -> None:
 
 def say_that_stores_hang(of: Whole) -> None:
     """Damage: a store of a late ticket is said to be overdue."""
-    connector(of)._hang._last_overdue = 10**6
+    connector(of)._last_overdue = 10**6
 
 
 # --- a host tier of its own -----------------------------------------------------------------------
@@ -432,7 +431,7 @@ def tracing_thread(traces: Any) -> threading.Thread:
 
 def forget_hashes(connector: Any) -> None:
     """Of the blocks that may be stored."""
-    connector._scheduler._events._hashes.clear()
+    connector._scheduler._events._hashes._at.clear()
 
 
 def vllm_worker(connector: Any) -> Any:

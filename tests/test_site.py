@@ -31,18 +31,22 @@ cli(["build", "--strict", "--site-dir", sys.argv[1]])
 AUDITS = "for auditing"
 """Stands in the docstrings of what only audits read."""
 NAV = ["index.md", {"Use": [{"Serving": "SERVING.md"}]}, {"Changes": "CHANGELOG.md"}]
+CODE_COLUMNS = 130
+"""Of the widest line of code that a window of 1280 pixels shows whole (docs/assets/site.css, mkdocs.yml's toc)."""
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
 """What a browser fetches by itself, by tag."""
 
 
 class Read(HTMLParser):
-    """A page of the site: its anchors, its links, and what it loads."""
+    """A page of the site: its anchors, its links, what it loads, and the text of its blocks of code."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.loads: list[str] = []
+        self.code: list[str] = []
+        self._in_code = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -50,6 +54,16 @@ class Read(HTMLParser):
         self.ids |= {found[name] for name in ("id", "name") if name in found}
         self.links += [found["href"]] if tag == "a" and "href" in found else []
         self.loads += [found[LOADS[tag]]] if LOADS.get(tag) in found else []
+        if tag == "pre":
+            self._in_code = True
+            self.code.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_code = self._in_code and tag != "pre"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_code:
+            self.code[-1] += data
 
 
 @pytest.fixture
@@ -98,6 +112,10 @@ def test_the_site_builds_and_its_links_lead_somewhere_and_it_fetches_nothing(sit
     assert sum(len(page.links) for page in pages.values()) > 1000
     assert [*broken(pages, site)] == []
     assert [*fetched(pages, site)] == []
+    assert f"kvtier {kvtier.__version__}" in (site / "SERVING.html").read_text(encoding="utf-8")
+    lines = [line for page in pages.values() for code in page.code for line in code.splitlines()]
+    assert len(lines) > 1000
+    assert [line for line in lines if len(line) > CODE_COLUMNS] == []
     anchors = {name for path, page in pages.items() if path.parent.name == "reference" for name in page.ids}
     assert {*public_names()} - anchors == set(), "add these to a page of docs/reference"
 

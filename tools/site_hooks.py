@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ _LINK = re.compile(r"(?P<code>^ *```.*?^ *```|`[^`\n]+`(?!\]))|\[(?P<text>[^\]\[
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """A folder in the nav stands for its list and all of its pages. Anchors are a code host's."""
+    """A folder in the nav stands for its list and all its pages. Anchors are a code host's; feet have the version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.copyright = f"{project['name']} {project['version']}"
     config.mdx_configs.setdefault("toc", {})["slugify"] = slug
     absent = {page for page in config.extra.get("soon", ()) if not (ROOT / "docs" / page).exists()}
     config.nav = _unfolded(config.nav, absent)

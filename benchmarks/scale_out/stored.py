@@ -22,7 +22,7 @@ from benchmarks.scale_out.fleet import Failed, Fleet, Process
 SMALL = ("--device-memory", "4MiB", "--host-memory", "4MiB", "--disable-uvicorn-access-log")
 """Both tiers forget a text after a few others."""
 BLOCK_TOKENS = 16
-WORDS, NEXT_WORDS = 1600, 40
+WORDS = 1600
 SHARES = (0.1, 0.2, 0.4, 0.6)
 """Of a text, that the other engine has on its device: below and above the remote's credit, 0.3."""
 FLUSHES = 8

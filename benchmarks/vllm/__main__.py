@@ -6,6 +6,7 @@ Writes benchmarks/results/vllm_connector.json (with machine, versions and commit
                 Gemma-3's shape computes such a prompt in about a minute; the device holds one and a half of them.
 * ``bytes``     what the host tier stores for a prompt's hit, beside what storing all window blocks would take.
 * ``capacity``  tokens that a host tier of the same bytes can bring back, beside vLLM's own connectors.
+* ``conversations``  tokens kept and hits by turn, beside vLLM's own connectors, at three memory sizes.
 * ``cost``      CPU time in the engine's scheduler, beside vLLM's own connectors.
 
 ``--quick`` takes shorter prompts, smaller tiers and fewer repeats, to see that it runs; it writes nothing unless it is
@@ -27,7 +28,8 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.output import stdout
-from benchmarks.vllm import capacity, cost, engine
+from benchmarks.vllm import capacity, conversations, cost, engine
+from benchmarks.vllm.simulated import KVTIER
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks/results/vllm_connector.json"
@@ -94,6 +96,29 @@ def show_capacity(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
+def show_conversations(rows: list[dict[str, Any]]) -> Table:
+    """For people. The last columns are kvtier's figures in those of the better of the others."""
+    shown = Table(
+        "model", "order", "memory", "connector", "tokens kept", "hits by turn, %", "all", "kept, times", "hits, times"
+    )
+    for row in rows:
+        beside = [
+            r for r in rows if (r["model"], r["order"], r["memory"]) == (row["model"], row["order"], row["memory"])
+        ]
+        times = [f"{conversations.times_the_better(beside, name):.2f}" for name in ("kept_tokens", "hit_tokens")]
+        shown.add_row(
+            row["model"],
+            row["order"],
+            f"{row['memory']:g} ({row['host_gib']} GiB)",
+            row["connector"],
+            f"{row['kept_tokens']:,}",
+            " ".join(f"{hit:.0f}" for hit in row["hits"]),
+            f"{100 * row['hit_tokens'] / row['prompt_tokens']:.1f}",
+            *(times if row["connector"] == KVTIER else ["", ""]),
+        )
+    return shown
+
+
 def show_cost(rows: list[dict[str, Any]]) -> Table:
     """For people: CPU microseconds, and how many times kvtier's they are."""
     shown = Table("device blocks", "host, GiB", "connector", *cost.FIGURES, title="CPU time, us: median (least)")
@@ -112,6 +137,7 @@ PARTS: dict[str, tuple[Callable[[bool], Any], Callable[[Any], Table]]] = {
     "engine": (run_engine, show_engine),
     "bytes": (run_bytes, show_bytes),
     "capacity": (capacity.run, show_capacity),
+    "conversations": (conversations.run, show_conversations),
     "cost": (cost.run, show_cost),
 }
 

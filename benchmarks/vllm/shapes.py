@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 from benchmarks.vllm import tiny
@@ -15,18 +16,35 @@ MOST_TOKENS = 131_072
 
 @dataclass(frozen=True)
 class Shape:
-    """``windowed``: bool by layer; of KV heads and their size, in bfloat16."""
+    """``windowed``: bool by layer; of KV heads and their size, in bfloat16.
+
+    With ``state`` these layers keep a recurrent state instead, of these parts' shapes, in bfloat16.
+    """
 
     windowed: tuple[bool, ...]
     window_tokens: int
     num_kv_heads: int
     head_dim: int
+    block_tokens: int = BLOCK_TOKENS
+    state: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """K and V of a token in a layer."""
+        return 2 * self.num_kv_heads * self.head_dim * 2
+
+    @property
+    def end_bytes(self) -> int:
+        """What a hit needs at its end beside all tokens of full layers: windows, or a state."""
+        each = sum(2 * prod(part) for part in self.state) or self.window_tokens * self.layer_token_bytes
+        return self.windowed.count(True) * each
 
 
 SHAPES = {
     "Gemma-3-27B": Shape(tuple(i % 6 != 5 for i in range(62)), 1024, 16, 128),
     "gpt-oss-120b": Shape(tuple(i % 2 == 0 for i in range(36)), 128, 8, 64),
     "Llama-3.1-8B": Shape((False,) * 32, 0, 8, 128),
+    "Qwen3-Next-80B": Shape(tuple(i % 4 != 3 for i in range(48)), 0, 2, 256, 544, ((3, 8192), (32, 128, 128))),
 }
 
 
@@ -41,7 +59,11 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def engine_config(
-    num_blocks: int, most_requests: int, chunk_tokens: int, connector: dict[str, Any] | None = None
+    num_blocks: int,
+    most_requests: int,
+    chunk_tokens: int,
+    connector: dict[str, Any] | None = None,
+    shape: Shape = SHAPES["Llama-3.1-8B"],
 ) -> Any:
     """vLLM's ``VllmConfig``. ``connector``: its ``KVTransferConfig``."""
     from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -59,7 +81,10 @@ def engine_config(
             async_scheduling=False,
         ),
         cache_config=CacheConfig(
-            block_size=BLOCK_TOKENS, enable_prefix_caching=True, num_gpu_blocks_override=num_blocks
+            block_size=shape.block_tokens,
+            enable_prefix_caching=True,
+            num_gpu_blocks_override=num_blocks,
+            mamba_cache_mode="align" if shape.state else "none",
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**connector) if connector else None,
@@ -72,19 +97,29 @@ def engine_config(
 def cache_config(config: Any, shape: Shape) -> Any:
     """vLLM's ``KVCacheConfig`` of this shape, grouped and laid out by its own functions."""
     import torch
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     common = {
-        "block_size": BLOCK_TOKENS,
+        "block_size": shape.block_tokens,
         "num_kv_heads": shape.num_kv_heads,
         "head_size": shape.head_dim,
         "dtype": torch.bfloat16,
     }
+    if shape.state:
+        local: Any = MambaSpec(
+            block_size=shape.block_tokens,
+            shapes=shape.state,
+            dtypes=(torch.bfloat16,) * len(shape.state),
+            page_size_padded=shape.block_tokens * shape.layer_token_bytes,
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            mamba_cache_mode="align",
+        )
+    else:
+        local = SlidingWindowSpec(**common, sliding_window=shape.window_tokens)
     specs = {
-        f"model.layers.{i}.self_attn.attn": SlidingWindowSpec(**common, sliding_window=shape.window_tokens)
-        if windowed
-        else FullAttentionSpec(**common)
+        f"model.layers.{i}.self_attn.attn": local if windowed else FullAttentionSpec(**common)
         for i, windowed in enumerate(shape.windowed)
     }
     groups = kv_cache_utils.get_kv_cache_groups(config, specs)

@@ -27,6 +27,9 @@ CALLS = (
 )
 """A connector's calls that a scheduler makes while requests come, run and go."""
 
+SAID = 7
+"""The token that every request generates."""
+
 KVTIER, SIMPLE, OFFLOADING = "kvtier", "SimpleCPUOffloadConnector", "OffloadingConnector"
 CONNECTORS: dict[str, Callable[[int], dict[str, Any]]] = {
     KVTIER: lambda host_bytes: {
@@ -64,23 +67,25 @@ class Simulated:
         from vllm.v1.structured_output import StructuredOutputManager
 
         transfer = {"kv_role": "kv_both", **CONNECTORS[connector](host_bytes)}
-        config = shapes.engine_config(num_blocks, most_requests, chunk_tokens, transfer)
+        config = shapes.engine_config(num_blocks, most_requests, chunk_tokens, transfer, shape)
         hash_of = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_of)
-        self._hasher = kv_cache_utils.get_request_block_hasher(shapes.BLOCK_TOKENS, hash_of)
+        self._hasher = kv_cache_utils.get_request_block_hasher(shape.block_tokens, hash_of)
         self.cache_config = shapes.cache_config(config, shape)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=self.cache_config,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=shapes.BLOCK_TOKENS,
-            hash_block_size=shapes.BLOCK_TOKENS,
+            block_size=shape.block_tokens,
+            hash_block_size=shape.block_tokens,
             log_stats=True,
         )
         self._worker = WORKERS[connector]()
         self._spent: Counter[str] = Counter()
         self.hit_tokens = 0
         """That the connector has offered last."""
+        self.found: dict[str, int] = {}
+        """By request, the tokens that it had when it first ran."""
         self.connector = self.scheduler.connector
         for name in CALLS:
             if hasattr(self.connector, name):
@@ -133,6 +138,7 @@ class Simulated:
     def step(self) -> None:
         """One step of the engine."""
         output = self.scheduler.schedule()
+        self.found |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         self.scheduler.update_from_output(output, self._ran(output))
 
     def _ran(self, output: Any) -> Any:
@@ -145,7 +151,7 @@ class Simulated:
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=[[7] if r.num_computed_tokens >= r.num_tokens else [] for r in requests],
+            sampled_token_ids=[[SAID] if r.num_computed_tokens >= r.num_tokens else [] for r in requests],
             kv_connector_output=KVConnectorOutput(finished_recving=ended or None, kv_connector_worker_meta=meta),
         )
 

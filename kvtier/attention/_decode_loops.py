@@ -125,8 +125,11 @@ def _exp(x: Any) -> Any:
 
 
 @inlined
-def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
-    """``at`` [2, TILE]: the places of K and V of n tokens, the last one repeated up to a multiple of 4; False: none."""
+def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any, whole: Any) -> Any:
+    """``at`` [2, n or more]: the places of K and V of n tokens, the last one repeated up to a multiple of ``whole``.
+
+    False: an id is outside of the pool.
+    """
     bt = sizes[_BT]
     column, offset = first // bt, first % bt
     if (first + n - 1) // bt >= table.shape[1]:
@@ -144,7 +147,7 @@ def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> 
             k += sizes[_K + 1]
             v += sizes[_V + 1]
         t, column, offset = stop, column + 1, 0
-    while t % 4:
+    while t % whole:
         at[0, t] = at[0, n - 1]
         at[1, t] = at[1, n - 1]
         t += 1
@@ -311,7 +314,7 @@ def attend_pieces(
             means[i] = _F(0.0)
         for first in range(pieces[piece, FIRST], pieces[piece, END], TILE):
             n = min(TILE, pieces[piece, END] - first)
-            if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes):
+            if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes, 4):
                 return False
             _score(scores, q, k, v, at, n, sizes)
             _weigh(scores, means, mean, state, piece, n, factors[1], sizes)

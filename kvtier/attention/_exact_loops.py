@@ -8,7 +8,7 @@ Does not   import torch, or know requests.
 
 The text is cut into splits of ``SPLIT`` tokens, from token 0 on. The part of a split that a query sees is a piece. A
 piece leaves its greatest score, the sum of its weights (exponentials of scores less the greatest) and the weighted sum
-of values; ``merge`` adds pieces up in the order of the text. Scores come from ``score`` or from a product, weighted
+of values. ``merge`` adds pieces up in the order of the text. Scores come from ``score`` or from a product, weighted
 sums from ``mix`` or from a product. All else has one entry here, which both ways use.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.attention._decode_loops import END, ENTRY, FIRST, ROW, Size, _exp
+from kvtier.attention._decode_loops import END, ENTRY, FIRST, ROW, Size, _exp, _locate
 from kvtier.machine.loops.chains import HEADS, KEYS, chains
-from kvtier.machine.loops.jit import inlined, jit, jit_chains, jit_floats, prefetch
+from kvtier.machine.loops.jit import jit, jit_chains, jit_floats, prefetch
 
 SPLIT = 512
 """Tokens. oneDNN sums no more than that in one chain."""
@@ -30,7 +30,7 @@ _LINE = 16  # floats in a cache line
 _U = np.uint64
 _F = np.float32
 _LOWEST = _F(-np.inf)
-_BLOCKS, _BT, _KV_HEADS, _DIM, _DIM_V = map(int, (Size.BLOCKS, Size.BLOCK_TOKENS, Size.KV_HEADS, Size.DIM, Size.DIM_V))
+_KV_HEADS, _DIM, _DIM_V = map(int, (Size.KV_HEADS, Size.DIM, Size.DIM_V))
 _K, _V = int(Size.K_BLOCK), int(Size.V_BLOCK)
 
 
@@ -63,33 +63,6 @@ def plan(pieces: Any, query_start: Any, seq_lens: Any, chosen: Any, span: Any, c
     return count
 
 
-@inlined
-def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any) -> Any:
-    """``at`` [2, SPLIT]: where K and V of n tokens are, the last one repeated up to a multiple of 8; False: none."""
-    bt = sizes[_BT]
-    column, offset = first // bt, first % bt
-    if (first + n - 1) // bt >= table.shape[1]:
-        return False
-    t = 0
-    while t < n:
-        block = np.int64(table[entry, column])
-        if block < 0 or block >= sizes[_BLOCKS]:
-            return False
-        stop = min(n, t + bt - offset)
-        k, v = block * sizes[_K] + offset * sizes[_K + 1], block * sizes[_V] + offset * sizes[_V + 1]
-        for i in range(t, stop):
-            at[0, i] = k
-            at[1, i] = v
-            k += sizes[_K + 1]
-            v += sizes[_V + 1]
-        t, column, offset = stop, column + 1, 0
-    while t % KEYS:
-        at[0, t] = at[0, n - 1]
-        at[1, t] = at[1, n - 1]
-        t += 1
-    return True
-
-
 @jit
 def score(scores: Any, query: Any, k: Any, table: Any, pieces: Any, sizes: Any, room: Any, at: Any) -> bool:
     """``scores`` [pieces, heads, SPLIT] of ``pieces`` [n, 4], at the tokens' places in their split.
@@ -103,7 +76,7 @@ def score(scores: Any, query: Any, k: Any, table: Any, pieces: Any, sizes: Any, 
     for piece in range(len(pieces)):
         first = pieces[piece, FIRST]
         n, to, row = pieces[piece, END] - first, first % SPLIT, pieces[piece, ROW]
-        if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes):
+        if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes, KEYS):
             return False
         for kv_head in range(sizes[_KV_HEADS]):
             stride = kv_head * sizes[_K + 2]
@@ -182,7 +155,7 @@ def mix(mixed: Any, weights: Any, v: Any, table: Any, pieces: Any, sizes: Any, a
     for piece in range(len(pieces)):
         first = pieces[piece, FIRST]
         n, to = pieces[piece, END] - first, first % SPLIT
-        if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes):
+        if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes, KEYS):
             return False
         for h in range(heads):
             for i in range(dim):

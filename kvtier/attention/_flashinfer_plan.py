@@ -84,7 +84,7 @@ class Held(NamedTuple):
 
     device_bytes: int
     pinned_bytes: int
-    """Of the host."""
+    """Pinned memory of the host."""
 
 
 class GraphBuffers(NamedTuple):

@@ -43,9 +43,9 @@ _FEW_QUERIES = 4
 _FEW_PAIRS = 2048
 """Queries of an entry, or queries times tokens, up to which loops are as fast as products."""
 _PRODUCT_ROWS = 512
-"""Of a product, about: its scores stay in the cache."""
+"""Rows of a product, about: its scores stay in the cache."""
 _LOT_BYTES = 4 << 20
-"""Of scores, or of K read for loops, at once."""
+"""Bytes of scores, or of K read for loops, at once."""
 _TRIED_ROWS = 1, 2, 3, 9, 70
 _TRIED_TOKENS = TILE, 3 * TILE, SPLIT
 _NO_SINKS: npt.NDArray[np.float32] = np.empty(0, np.float32)
@@ -55,9 +55,9 @@ class Stretch(NamedTuple):
     """Some queries of an entry, and what they see of a split."""
 
     rows: slice
-    """Of the step."""
+    """Rows of the step."""
     columns: slice
-    """Of the split's: from a multiple of ``TILE`` to another."""
+    """Columns of the split: from a multiple of ``TILE`` to another."""
     seen: Ints
     """[queries, 2]: the first column that a query sees and the one after the last, counted from the first column."""
 
@@ -201,7 +201,7 @@ def attend(
 
 
 attend_latent = partial(reference.attend_latent, attend=attend)
-"""As ``reference.attend_latent``."""
+"""``reference.attend_latent`` with this module's ``attend``."""
 
 
 def _nothing_seen(tokens: int, heads: int) -> npt.NDArray[np.float32]:

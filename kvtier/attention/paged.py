@@ -124,7 +124,7 @@ def _slot_faults(paged: Paged, slots: Int64s, bounds: Bounds, tokens: Int64s) ->
 
 
 def _any(indptr: Int32s, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """For each entry whether any of its flags is set; every entry has at least one."""
+    """Whether any flag of each entry is set; every entry has at least one."""
     return np.logical_or.reduceat(flags, indptr[:-1]) if len(indptr) > 1 else np.zeros(0, np.bool_)
 
 

@@ -255,7 +255,7 @@ def _bands(work: Bands, q: Tensor, kv: Reader, kernel: Kernel) -> Part:
 
 
 def _singles(work: Singles, q: Tensor, kv: Reader, kernel: Kernel) -> Part:
-    """As in ``_span``, the query heads of a KV head are rows of one product."""
+    """The query heads of a KV head are rows of one product, as in ``_span``."""
     k, v = (x.transpose(1, 2) for x in kv.read_padded(work.blocks, work.hidden))
     out, lse = kernel(q.reshape(len(q), k.shape[1], -1, q.shape[-1]), k, v, mask=work.mask)
     return out.reshape(*q.shape[:2], 1, -1), lse.reshape(*q.shape[:2], 1)

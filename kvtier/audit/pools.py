@@ -133,11 +133,11 @@ class _Form:
     """
 
     laid_out: list[list[int]]
-    """Of each group the columns ``_LAID_OUT``."""
+    """The columns ``_LAID_OUT`` of each group."""
     group: Int64s
     slab: Int64s
     order: Int64s
-    """In the order of the entries: positions in these two, with one behind their end for each null block."""
+    """Positions in these two, in the order of the entries; one behind their end stands for each null block."""
     sizes: Int64s
     """The number of entries of each of ``order``."""
 
@@ -167,9 +167,9 @@ class _Slabs:
         self.owned: Bools = tier.pools.arrays.slabs[form.slab, SlabCol.OWNER] == form.group
         """Whether the group has it."""
         self.of: Int64s = np.repeat(form.order, form.sizes)
-        """For every entry the one in which it lies; null blocks lie behind all."""
+        """The one in which each entry lies; null blocks lie behind all."""
         self.own: Bools = np.append(self.owned, False)[self.of]
-        """For every entry whether it is a block of a slab that its group has."""
+        """Whether each entry is a block of a slab that its group has."""
 
     def count(self, entries: npt.NDArray[Any]) -> Int64s:
         """How many of the entries, or of the masked entries, lie in each."""

@@ -86,9 +86,10 @@ class KVCache:
         remote_uri: str | Backend | None = None,
         **unknown: Any,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name not in ("self", "spec", "unknown")}
         refuse("KVCache", unknown)
-        settings = Options(**options).read(spec)
+        options = Options(device, device_bytes, host_bytes, device_blocks, host_blocks, store, verify, on_load_error,
+                          deadline_s, model_id, key_secret, copy_engine, journal_events, remote_uri)  # fmt: skip
+        settings = options.read(spec)
         self.journal = Journal(journal_events)
         """The newest events of requests and copies, for ``explain``; none unless ``journal_events`` is given."""
         self.checks = Checks(settings.audit_level)

@@ -60,7 +60,10 @@ class Options:
     remote_uri: str | Backend | None = None
 
     def read(self, spec: CacheSpec) -> Settings:
-        """Their meaning for these groups. Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``."""
+        """What the options mean for these groups.
+
+        Raises ``ConfigError``, ``DeviceUnavailable`` and ``MemoryUnavailable``.
+        """
         check_spec(spec)
         check_choices(store=self.store, verify=self.verify, on_load_error=self.on_load_error)
         limit = seconds(self.deadline_s, "deadline_s")

@@ -22,7 +22,7 @@ from kvtier.pools.block_pool import BlockPools, Col
 MOST_TOKENS, HEAD = 131_072, 64
 """The queue's head is so many requests, of so many tokens and one request more."""
 MOST_REQUESTS = 8
-"""Of the head, as many are touched in a step."""
+"""As many requests at the head are touched in a step."""
 
 
 class Coming:

@@ -68,7 +68,7 @@ class Coordinator:
         ]
         self._block_tokens = np.array([g.block_tokens for g in spec.groups], np.int64)
         self.door: RemoteDoor[Tracked] = RemoteDoor(connector, pools, self.match)
-        """To the tier behind the host tier."""
+        """The way to the tier behind the host tier."""
         self._sources = Sources(spec)
         self._trail = Trail(spec)
         self.tables = BlockTables(spec, pools, 1)
@@ -234,7 +234,7 @@ class Coordinator:
             self.journal.add(seq.request.request_id, self._sources.admitted(seq, match, loads, gaps))
 
     def _mark(self, seq: Tracked, boundaries: Iterable[int], end: str, is_kept: bool) -> None:
-        """For explanations: the request's tokens up to these boundaries are there now."""
+        """Notes for explanations that the request's tokens up to these boundaries are there now."""
         if self.journal.is_on:
             for boundary in boundaries:
                 self._trail.mark(seq.keys, boundary, Mark(self.journal.count, end, is_kept))
@@ -266,7 +266,7 @@ class Coordinator:
             if course.branches or course.told:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
-                self._offer(seq, parted)
+                self._offer(seq, [boundary for boundary in parted if boundary != course.short])
                 self._note_partings(seq)
             if end > course.named_from:
                 self.retention.seal_passing(seq, end)
@@ -298,17 +298,19 @@ class Coordinator:
         generated = t.generated[row, : t.num_generated[row]]
         if len(generated):
             seq.text.append(generated)
-        if seq.state is State.RUNNING and t.publish[row]:
+        end, is_sealed = int(t.computed[row]), seq.state is State.RUNNING and bool(t.publish[row])
+        if is_sealed:
             self.retention.seal_end(seq, comes_back)
             self.plan_stores()
             self.retention.cool_in_host(seq)
-            end = int(t.computed[row])
             kind = "answer" if end > len(seq.request.tokens) else "prompt"
             self._mark(seq, self.retention.keeping.last_boundaries(end), kind, seq.anchored_at == end)
             self._offer(seq, self.retention.keeping.last_boundaries(end))
             if seq.course.went_on_from:
                 self.door.supersede(seq.keys, seq.course.went_on_from, self.retention.keeping.boundaries.is_wanted)
         self.tables.clear(row)
+        if self.tables.has_states and is_sealed and not comes_back:
+            self.retention.cool_states(seq, end)
         seq.row = -1
         seq.ticket = 0
         seq.course.branches.clear()

@@ -16,7 +16,7 @@ from kvtier.coordinator.tracked import Wait
 from kvtier.machine.journal import SentBack
 
 SIZES = 26
-"""Of steps: the last size holds all larger steps."""
+"""Sizes of steps: the last one holds all larger steps."""
 
 
 ROWS, CANCELLED = SentBack("rows"), SentBack("cancel")

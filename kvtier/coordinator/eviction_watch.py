@@ -24,7 +24,7 @@ from kvtier.pools.block_pool import BlockPools, Col
 T = TypeVar("T")
 
 TOGETHER_S = 1.0
-"""For how long an event takes in what follows it."""
+"""An event takes in what follows it for so long."""
 
 Blocks = Mapping[str, int]
 

@@ -27,6 +27,12 @@ from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.kinds import Kind
 from kvtier.remote.objects import KeptGroup
 
+SHORT = 256
+"""Tokens before the end of a prompt, up to which one state serves all that part there: to compute them again costs
+little."""
+SHORT_PAYS = 8
+"""It stays if what full attention keeps of the text has so many times its bytes. Where a text parts from one without
+it, all of that is lost."""
 MOST_TOLD = 32
 """Boundaries that a caller may tell of a text: the last ones."""
 
@@ -37,6 +43,8 @@ class Course:
 
     begun_with: int = 0
     """The hit that it has begun with."""
+    short: int = 0
+    """The boundary shortly before its prompt's end whose state stays; 0 if there is none."""
     went_on_from: int = 0
     """Its hit, if no other text had wanted one there: a conversation goes on."""
     named_from: int = NEVER
@@ -72,7 +80,7 @@ class Text(NamedTuple):
 
     keys: KeyArray
     num_tokens: int
-    """So far."""
+    """Its length so far."""
     hit: int
     """It begins with this much."""
     full: int
@@ -85,15 +93,23 @@ class Text(NamedTuple):
 class Keeping:
     """Decides for a cache with these groups.
 
-    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept.
+    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept. ``shorts``: there are states, and each
+    prompt keeps one shortly before its end.
     """
 
     def __init__(
-        self, groups: Sequence[KeptGroup], hit_tokens: int, hash_tokens: int, whole: float = 0.0, passes: bool = False
+        self,
+        groups: Sequence[KeptGroup],
+        hit_tokens: int,
+        hash_tokens: int,
+        whole: float = 0.0,
+        passes: bool = False,
+        shorts: bool = False,
     ) -> None:
         self._unit, self._hash = hit_tokens, hash_tokens
         self._local = [group.attention for group in groups if group.attention.kind is not Kind.FULL]
         self._has_full = len(self._local) < len(groups)
+        self._shorts = shorts
         self._groups = [(group.attention, group.block_tokens) for group in groups]
         self._passes = passes
         self.sizes = TextBytes(groups)
@@ -111,6 +127,7 @@ class Keeping:
         It may begin again after it has come back. Then it finds what it has left itself, and nothing is learned.
         """
         known, keys, hit = self.boundaries, text.keys, text.hit
+        course.short = 0
         app = course.app = self.name(keys, self._unit) if text.num_tokens >= self._unit else b""
         found = (self.name(keys, hit), hit) if hit else None
         last, is_new = min(self.last_boundaries(text.num_tokens)), not course.has_begun
@@ -130,6 +147,16 @@ class Keeping:
             course.kept |= {course.cold_from} - {0}
         if course.is_guest:
             course.cold_from, course.cold_to, course.gone_from = hit, NEVER, hit
+        elif self._shorts and self.sizes.full(last) >= SHORT_PAYS * self.sizes.state:
+            self._keep_short(course, last)
+
+    def _keep_short(self, course: Course, last: int) -> None:
+        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it."""
+        course.short = max(course.begun_with, last - SHORT // self._unit * self._unit)
+        if course.short > course.begun_with:
+            course.told.add(course.short)
+        else:
+            course.cold_from = course.begun_with
 
     def _come_back(self, course: Course, text: Text, full: int, room: Callable[[Bytes], float]) -> None:
         """Learns what the text has in common with earlier ones, and which of these nobody has come back to.
@@ -219,7 +246,8 @@ class Keeping:
         if not ends:
             return
         unit = self._unit
-        for boundary in range(max(unit, ends[0] - SLACK // unit * unit), ends[0], unit):
+        slack = SHORT if self.sizes.state else SLACK
+        for boundary in range(max(unit, ends[0] - slack // unit * unit), ends[0], unit):
             self.boundaries.end(self.name(keys, boundary), End.SHORT)
         if course.is_guest or not self._local:
             return
@@ -292,6 +320,12 @@ class Keeping:
                 first, end = course.gone_from, computed
             spans.append((first // bt, end // bt))
         return spans
+
+    def outrun(self, course: Course, end: int) -> range:
+        """Boundaries of a text that has ended after ``end`` tokens whose states are needed no longer, unless others
+        want them: there is one at its end. Its ``short`` stays, too."""
+        is_named = course.short and self.names_end(course, end > course.prompt_end)
+        return range(self._unit, min(self.last_boundaries(end)) if is_named else 0, self._unit)
 
     def has_lost(self, course: Course, keys: KeyArray, num_tokens: int, hit: int) -> bool:
         """Whether this hit is less than half of what the waiting text has in common with an earlier one."""

@@ -157,11 +157,11 @@ class Groups(Protocol):
 
     @property
     def groups(self) -> Sequence[Attending]:
-        """In the order of the pools."""
+        """The groups, in the order of the pools."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the groups."""
 
     @property
     def hit_tokens(self) -> int:
@@ -181,7 +181,7 @@ class Searched(Protocol):
 
     @property
     def spec(self) -> Groups:
-        """Their attention and block sizes."""
+        """The groups' attention and block sizes."""
 
     @property
     def arrays(self) -> Geometry:

@@ -30,14 +30,14 @@ the next answer, its thinking. That is some ten tokens, forty at most. A reach i
 REACHES = 6
 """Reaches that are compared: up to 2,048 tokens, twice the longest window in use."""
 LEAST = 0.25
-"""Of what a byte of the cache finds on average: about what one more would find. A cache twice as large mostly finds a
-quarter to a third more."""
+"""About what one more byte of the cache would find, as a share of what a byte finds on average. A cache twice as large
+mostly finds a quarter to a third more."""
 DOUBT = 2.0
 """New texts of which nothing was found, before anything is known."""
 
 
 class Partings:
-    """Of one cache."""
+    """What partings have found, in one cache."""
 
     def __init__(self) -> None:
         # tokens found of new texts, by the shortest reach that finds them and, last, at their ends; tokens found of
@@ -63,8 +63,8 @@ class Partings:
             self._sums[min(REACHES, octave.bit_length()) if early else REACHES] += tokens
 
     def reach(self, slack_bytes: float) -> int:
-        """Of a new text that begins now, in tokens; 0 if it does not pay. ``slack_bytes``: of SLACK tokens in all
-        windows."""
+        """The reach of a new text that begins now, in tokens; 0 if it does not pay. ``slack_bytes``: what SLACK tokens
+        take in all windows."""
         *early, at_ends, found, size, count, new_size = self._sums.tolist()
         if not count or not slack_bytes:
             return 0

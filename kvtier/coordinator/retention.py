@@ -42,7 +42,7 @@ class Retention:
         self._sizes = TextBytes(spec.groups)
         passes = not mode.before_eviction  # else what is passed would be stored
         whole = self._room(self._sizes.of(LONG), np.int64(0))
-        self.keeping = Keeping(spec.groups, spec.hit_tokens, spec.hash_tokens, whole, passes)
+        self.keeping = Keeping(spec.groups, spec.hit_tokens, spec.hash_tokens, whole, passes, tables.has_states)
         """What is decided."""
 
     # --- a request's way --------------------------------------------------------------------------
@@ -132,6 +132,25 @@ class Retention:
             self.keeping.leave(seq.course, seq.keys, min(prompt, end), end)
         self._mark(seq)
 
+    def cool_states(self, seq: Tracked, end: int) -> None:
+        """The request's text has ended after ``end`` tokens: its states that are no longer needed go first."""
+        at, names = np.array(self.keeping.outrun(seq.course, end), np.int64), self.keeping.boundaries
+        keys = np.ascontiguousarray(seq.keys[at // self._spec.hash_tokens - 1])
+        for g in self._tables.state_groups if len(at) else ():
+            groups = np.full(len(at), g, np.int32)
+            blocks = self._pools.find(groups, keys)
+            there = blocks > 0
+            if self._host is not None and self._mode.keeps_copies:
+                there |= self._host.find(groups, keys) > 0
+            for k in np.flatnonzero(there).tolist():
+                there[k] = at[k] != seq.course.short and not names.is_stem(keys[k].tobytes())
+            if self._host is not None and self._mode.keeps_copies:
+                self._stores.touch(groups[there], keys[there], cold=True)
+            there &= self._pools.arrays.refs[self._pools.entries(groups, blocks)] == 0
+            there &= blocks > 0
+            self._pools.acquire(groups[there], blocks[there])
+            self._pools.release(groups[there], blocks[there], cold=True)
+
     def cool_in_host(self, seq: Tracked) -> None:
         """If the mode ``keeps_copies``: the host's copies of what the request's end supersedes become the oldest."""
         if not self._mode.keeps_copies or seq.course.is_guest:
@@ -159,7 +178,7 @@ class Retention:
         margin = np.maximum(self._pools.owned // 20, -(-margin_tokens // self._block_tokens))
         lacking = margin - self._pools.column(Col.EMPTY) - self._pools.unused
         coldest = self._pools.coldest_of(np.minimum(lacking, self._pools.owned))
-        self._stores.launder(self._pools, *coldest, ahead=True)
+        self._stores.launder(self._pools, *coldest)
 
     # --- names -----------------------------------------------------------------------------------
 

@@ -71,7 +71,10 @@ class TextBytes:
         self._chunk = np.array([span if kind is Kind.CHUNK else NEVER for kind, span in kinds])
         is_window = np.array([kind is Kind.WINDOW for kind, _ in kinds])
         self.slack = 0.0 if is_state.any() else SLACK * float(self._of_token[is_window].sum())
-        """Of SLACK tokens in all windows; 0 if hits end at states, which have no slack."""
+        """Bytes of SLACK tokens in all windows; 0 if hits end at states, which have no slack."""
+        self.state = float(self._of_block[is_state].sum())
+        """Bytes of one state in all groups."""
+        self._full_token = float(self._of_token[self._is_full].sum())
         ends = Kind.WINDOW, Kind.STATE  # of a state one block, whatever its tokens
         self._window = np.array([max(1, span - 1) if kind in ends else NEVER for kind, span in kinds])
 
@@ -79,6 +82,10 @@ class TextBytes:
         """The bytes of a text, with the windows and chunks at its end."""
         of: Bytes = self._of_token * np.minimum(np.maximum(1, num_tokens % self._chunk), self._window)
         return of
+
+    def full(self, num_tokens: int) -> float:
+        """The bytes of a text in full attention."""
+        return num_tokens * self._full_token
 
     def alone(self, num_tokens: int, shared: int) -> float:
         """The bytes of a text that shares its first tokens with other conversations."""
@@ -99,7 +106,7 @@ class Before(NamedTuple):
     text: int = -1
     """The number of the newest text that begins so; -1 if there is none."""
     units: int = 0
-    """So many units of it."""
+    """Units of it."""
     goes_on: bool = False
     """There the text, or its prompt, ends. Else the two part there."""
     shared: int = 0

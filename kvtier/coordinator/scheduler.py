@@ -204,7 +204,7 @@ class Scheduler:
         return (0, len(seq.tokens)) if row < 0 else (int(t.computed[row]), int(t.total[row]))
 
     def why_waiting(self) -> dict[str, str]:
-        """For each waiting request that was looked at and not admitted: why."""
+        """Why each waiting request that was looked at was not admitted."""
         return {seq.request.request_id: seq.wait_reason for seq in self.waiting if seq.wait_reason}
 
     # --- schedule ---------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ MOST_SAMPLES = 64
 MOST_ENDS = 256
 """Shorter hits that are asked for."""
 SPEED_S = 60.0
-"""For how long the speed of a fetch keeps others from being tried."""
+"""The speed of a fetch keeps others from being tried for so long."""
 CALL_S = 0.005
 """What a fetch takes beside its bytes, until the first one has told."""
 

@@ -115,6 +115,6 @@ class Trail:
 
 
 def _rounded_down(units: int) -> Iterator[int]:
-    """To multiples of 2, 4, 8 ...; each once, without 0."""
+    """The multiples of 2, 4, 8 ... that it is rounded down to; each once, without 0."""
     while units := units & (units - 1):
         yield units

@@ -3,7 +3,7 @@
 Owns       what a transfer does from plan to end: its pins, its fences, its copy; and the copy engine.
 Promises   one transfer per key. A store never holds memory hostage: it fences its device source, it does not pin it.
            A key is findable in a tier only once its bytes are there and, where asked for, verified. Nobody waits for a
-           transfer past its deadline. Nothing is stored while the link seems to hang. Keeps I13, I17, I18, I19, I20,
+           transfer past its deadline. Nothing is stored while stores hang. Keeps I13, I17, I18, I19, I20,
            I21.
 Does not   decide what to store (``StorePolicy``), or know requests: the owner of a load asks ``is_live`` by its ticket.
 
@@ -24,7 +24,6 @@ from kvtier.cpu_offload.ends import Ends
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.failures import CopyNews
 from kvtier.cpu_offload.ledger import Ledger
-from kvtier.cpu_offload.store_hang import StoreHang
 from kvtier.cpu_offload.store_queue import StoreQueue
 from kvtier.cpu_offload.transfer import Direction, Transfer, TransferState
 from kvtier.cpu_offload.wiping import Wiper
@@ -66,7 +65,7 @@ class Connector:
         self._queue = StoreQueue(engine)
         self._fencing: dict[int, Transfer] = {}  # stores that the next writers must be ordered after, oldest first
         self._refuses = False  # the engine, stores, since the last poll
-        self._hang = StoreHang(device, host, deadline_s)
+        self._last_overdue = self._last_ended = 0  # tickets of stores; a later store has a greater one
         self._woken = Wakeup()
         self._ends = Ends(device, pools, host, block_bytes)
         self.counts = self._ends.counts
@@ -91,12 +90,6 @@ class Connector:
     def refuses_stores(self) -> bool:
         """Whether the engine has refused one since the last ``poll``."""
         return self._refuses
-
-    def choose_try(self, groups: Ids, blocks: Ids, lacking: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """While stores hang: which of these device blocks is stored nevertheless (``StoreHang.choose``)."""
-        if self._engine is None or self._queue.num_bytes:
-            return np.empty(0, np.int64)
-        return self._hang.choose(groups, blocks, lacking, self._engine.now())
 
     def submit_planned(self) -> None:
         """Submits planned stores, oldest first, while the bytes in flight stay under the bound."""
@@ -235,8 +228,8 @@ class Connector:
             return
         if transfer.direction is Direction.STORE:
             self._queue.num_bytes -= transfer.num_bytes
-            if not refused:
-                self._hang.on_end(transfer.ticket)
+            if not refused:  # which says nothing about the link
+                self._last_ended = max(self._last_ended, transfer.ticket)
         transfer.move(TransferState.FAILED if outcome.error else TransferState.LANDED)
         good = np.ones(len(transfer.groups), bool)
         assert self._engine is not None
@@ -261,8 +254,8 @@ class Connector:
         if t.direction is Direction.STORE:
             self._queue.num_bytes -= t.num_bytes
             self._fencing.pop(t.ticket, None)
-            self._hang.on_overdue(t.ticket, t.deadline_s)
-            if self._hang.is_on:
+            self._last_overdue = max(self._last_overdue, t.ticket)
+            if self.stores_hang:
                 self.counts.dropped_blocks += sum(len(other.groups) for other in self._queue.planned if not other.cold)
                 self._cancel_planned()
 
@@ -280,7 +273,7 @@ class Connector:
     def _settle_late(self, t: Transfer, outcome: Outcome) -> None:
         self._ends.late(t, outcome, [other for other in self.ledger.given_up() if other is not t])
         if t.direction is Direction.STORE:
-            self._hang.on_end(t.ticket)
+            self._last_ended = max(self._last_ended, t.ticket)
         self._settle(t)
 
     @property
@@ -302,8 +295,11 @@ class Connector:
 
     @property
     def stores_hang(self) -> bool:
-        """Whether nothing is stored for the time being but a block now and then; see ``StoreHang``."""
-        return self._hang.is_on
+        """Whether a store is overdue and none that was submitted later has ended: the next one would hang as well.
+
+        Nothing is stored meanwhile. A store that is lost for good stops stores until ``reset``.
+        """
+        return self._last_overdue > self._last_ended
 
     @property
     def books(self) -> Books:
@@ -316,6 +312,7 @@ class Connector:
         """Nothing that is cached now, or under way, will ever be found again."""
         self.ledger.epoch += 1
         self._cancel_planned()
+        self._last_ended = max(self._last_ended, self._last_overdue)
         self._ends.forget_all(self.ledger.given_up())
 
     def disown(self, groups: Ids, keys: Words) -> set[int]:

@@ -2,7 +2,7 @@
 
 Owns       this decision.
 Promises   a block is stored once as long as its copy is there. Blocks without room in the host are dropped and counted.
-           While stores hang, only one block is stored from time to time.
+           While stores hang, nothing is stored.
 Does not   move bytes, or know the meaning of an end: the ``Connector`` does. It knows no requests.
 
 When stores are planned is told by ``STORE_MODES`` in ``kvtier.geometry.options``: ``plan`` and ``touch_or_store`` serve
@@ -56,23 +56,22 @@ class StorePolicy:
         self._host.release(groups[found], hosts[found], cold)
         return found
 
-    def launder(self, pools: BlockPools, groups: Ids, blocks: Ids, ahead: bool = False) -> Counts:
+    def launder(self, pools: BlockPools, groups: Ids, blocks: Ids) -> Counts:
         """Plans stores for cached blocks of ``pools``, the device's, that the host lacks. Returns their number by
         group.
 
         Superseded blocks come last, and only as far as the host has empty blocks: an eviction for them would delay
         useful stores. Nothing is planned after the engine has refused a store: it would be refused again and again.
-        While stores hang, only stores ``ahead`` of need may be tried, since no request waits for them.
         """
         planned = np.zeros(self._device.num_groups, np.int64)
         if self._host is None or self._connector.refuses_stores:
             return planned
         keys, superseded = pools.arrays.key[pools.entries(groups, blocks)], pools.is_superseded(groups, blocks)
         useful = ~superseded
-        planned += self._store(groups[useful], blocks[useful], keys[useful], cold=True, may_try=ahead)
-        return planned + self.fill_spare(groups[superseded], blocks[superseded], keys[superseded], may_try=ahead)
+        planned += self._store(groups[useful], blocks[useful], keys[useful], cold=True)
+        return planned + self.fill_spare(groups[superseded], blocks[superseded], keys[superseded])
 
-    def fill_spare(self, groups: Ids, blocks: Ids, keys: Words, may_try: bool = True) -> Counts:
+    def fill_spare(self, groups: Ids, blocks: Ids, keys: Words) -> Counts:
         """Plans stores for superseded blocks that the host lacks, as far as it has empty blocks. Returns their number
         by group."""
         planned = np.zeros(self._device.num_groups, np.int64)
@@ -80,7 +79,7 @@ class StorePolicy:
             lacking = self._host.find(groups, keys) == 0
             for g in range(len(planned)):
                 at = np.flatnonzero(lacking & (groups == g))[: self._host.num_spare(g)]
-                planned += self._store(groups[at], blocks[at], keys[at], cold=True, superseded=True, may_try=may_try)
+                planned += self._store(groups[at], blocks[at], keys[at], cold=True, superseded=True)
         return planned
 
     def count_lost(self, pools: BlockPools, groups: Ids, blocks: Ids) -> None:
@@ -89,15 +88,7 @@ class StorePolicy:
             keys = pools.arrays.key[pools.entries(groups, blocks)]
             self._connector.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
 
-    def _store(
-        self,
-        groups: Ids,
-        blocks: Ids,
-        keys: Words,
-        cold: bool = False,
-        superseded: bool = False,
-        may_try: bool = True,
-    ) -> Counts:
+    def _store(self, groups: Ids, blocks: Ids, keys: Words, cold: bool = False, superseded: bool = False) -> Counts:
         """Plans stores; returns their number by group.
 
         ``cold`` blocks are about to be evicted: a dropped block is counted at its eviction.
@@ -105,25 +96,14 @@ class StorePolicy:
         connector = self._connector
         if self._host is None or len(groups) == 0:
             return np.zeros(self._device.num_groups, np.int64)
-        hang = connector.stores_hang
-        if hang:
-            groups, blocks, keys = self._tried(groups, blocks, keys, cold, may_try)
+        if connector.stores_hang:
+            if not cold:
+                connector.counts.dropped_blocks += int((self._host.find(groups, keys) == 0).sum())
+            return np.zeros(self._device.num_groups, np.int64)
         if self._host.shared:
             self._host.provide(self._host.count_stores(self._device.arrays, groups, blocks, keys))
         groups, blocks, hosts, keys, dropped = self._host.take_for_stores(self._device.arrays, groups, blocks, keys)
         if not cold:
             connector.counts.dropped_blocks += dropped
         connector.store(groups, blocks, hosts, keys, cold, superseded)
-        if hang:
-            connector.submit_planned()
         return np.bincount(groups, minlength=self._device.num_groups)
-
-    def _tried(self, groups: Ids, blocks: Ids, keys: Words, cold: bool, may_try: bool) -> tuple[Ids, Ids, Words]:
-        """While stores hang: the block among these, if any, that is stored nevertheless. The others are dropped."""
-        assert self._host is not None
-        lacking, at = self._host.find(groups, keys) == 0, np.empty(0, np.int64)
-        if may_try:
-            at = self._connector.choose_try(groups, blocks, lacking)
-        if not cold:
-            self._connector.counts.dropped_blocks += int(lacking.sum()) - len(at)
-        return groups[at], blocks[at], keys[at]

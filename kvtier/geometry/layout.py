@@ -119,16 +119,21 @@ class Layout:
         )
 
     @staticmethod
-    def of_slabs(block_bytes: Sequence[int], num_bytes: int, spare: Sequence[bool] = ()) -> Layout | None:
-        """An arena of at most ``num_bytes`` whose pools exchange slabs; None if the slabs would be too coarse."""
+    def of_slabs(
+        block_bytes: Sequence[int], num_bytes: int, spare: Sequence[bool] = (), finer: int = 1
+    ) -> Layout | None:
+        """An arena of at most ``num_bytes`` whose pools exchange slabs; None if the slabs would be too coarse.
+
+        ``finer``: about so many times as many slabs.
+        """
         if num_bytes < sum(block_bytes):
             return None
         sizes = np.array(block_bytes, np.int64)
-        strides, slab = _slab(sizes, num_bytes)
+        strides, slab = _slab(sizes, num_bytes // finer)
         null = int(strides.max())  # null blocks end at the first slab: no usable block shares a byte with them
         one_more = _spare(spare, sizes)
         beside = null + int((strides * one_more).max())  # spare blocks begin where the last slab ends
-        slab *= max(1, (num_bytes - beside) // (slab * MOST_SLABS))
+        slab *= max(1, (num_bytes - beside) // (slab * MOST_SLABS * finer))
         num_slabs = (num_bytes - beside) // slab
         if num_slabs < FEWEST_SLABS * len(sizes):
             return None

@@ -15,9 +15,9 @@ class StoreMode:
     """When blocks are stored in the host tier, and what follows from it. A mode without any moment only reads."""
 
     when_full: bool = False
-    """As soon as a block is full."""
+    """A block is stored as soon as it is full."""
     before_eviction: bool = False
-    """Shortly before a block is evicted."""
+    """A block is stored shortly before it is evicted."""
 
     @property
     def only_reads(self) -> bool:

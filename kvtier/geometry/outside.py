@@ -29,8 +29,9 @@ class OutsideGroup:
     """Layers with one attention kind, as the engine lays their blocks out.
 
     Block b of ``num_blocks``, from 0 on, holds whatever the engine keeps for ``block_tokens`` consecutive tokens in
-    these layers, of a ``RecurrentState`` the state at their end: the tier sees bytes. It consists of its ``fragments``,
-    one per layer for instance. Each fragment lies at its own ``offset + b * stride`` in the engine's memory.
+    these layers. Of a ``RecurrentState`` it holds the state at their end: the tier sees bytes. It consists of its
+    ``fragments``, one per layer for instance. Each fragment lies at its own ``offset + b * stride`` in the engine's
+    memory.
     """
 
     name: str

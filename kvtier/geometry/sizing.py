@@ -80,7 +80,8 @@ def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
             low = middle
         else:
             high = middle - 1
-    blocks = [_blocks_for(group, low) for group in spec.groups]
+    fits = _tier_bytes(spec, low) <= num_bytes  # else there is no room for all states of a request
+    blocks = [_blocks_for(group, low) if fits else 1 for group in spec.groups]
     left = num_bytes - sum((n + 1) * group.block_bytes for n, group in zip(blocks, spec.groups, strict=True))
     for g, group in sorted(enumerate(spec.groups), key=lambda item: item[1].attention.kind is Kind.FULL):
         more = left // group.block_bytes

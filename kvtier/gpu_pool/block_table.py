@@ -176,13 +176,14 @@ class BlockTables:
     def __init__(self, spec: CacheSpec, pools: BlockPools, num_rows: int) -> None:
         self.spec = spec
         self.pools = pools
-        self._states = [g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.STATE]
+        self.state_groups = [g for g, group in enumerate(spec.groups) if group.attention.kind is Kind.STATE]
+        """The groups that keep states."""
         self.use_rows(num_rows)
 
     @property
     def has_states(self) -> bool:
         """Whether a group keeps states."""
-        return bool(self._states)
+        return bool(self.state_groups)
 
     def use_rows(self, num_rows: int) -> None:
         """From now on there are ``num_rows`` rows, all free; none is held. Raises ``MemoryError``: nothing changed."""
@@ -284,7 +285,7 @@ class BlockTables:
         held = t.hi[:, rows].astype(np.int64)
         want = np.maximum(held, -(-ends // t.geometry[:, Geo.BLOCK_TOKENS, None]))
         more = want - held
-        for g in self._states:
+        for g in self.state_groups:
             kept = t.span[rows, g, HELD:]
             kept_here = ((kept > held[g][:, None]) & (kept <= want[g][:, None] - 2)).sum(1)
             more[g] = np.minimum(more[g], 2) + kept_here
@@ -295,14 +296,14 @@ class BlockTables:
         """From now on row r's steps keep its states at the first few of these boundaries, multiples of hit_tokens."""
         ahead = sorted(n for n in boundaries if n > self.arrays.computed[r])[:PARTINGS]
         ends = np.array(ahead, np.int64) // self.spec.hit_tokens
-        for g in self._states:
+        for g in self.state_groups:
             self.arrays.span[r, g, HELD:] = 0
             self.arrays.span[r, g, HELD : HELD + len(ends)] = ends
 
     def gaps(self, r: int, boundary: int) -> list[int]:
         """The groups of states in which row r's step passes this boundary without a block for it."""
         t, j = self.arrays, boundary // self.spec.hit_tokens - 1
-        return [g for g in self._states if t.lo[g, r] <= j < t.hi[g, r] and self.table(g)[r, j] == 0]
+        return [g for g in self.state_groups if t.lo[g, r] <= j < t.hi[g, r] and self.table(g)[r, j] == 0]
 
     def fill_gap(self, r: int, g: int, boundary: int, block: int) -> None:
         """Row r keeps its state at this boundary, one of ``gaps``, in this block, which was taken for it."""

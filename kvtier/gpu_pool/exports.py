@@ -161,8 +161,8 @@ class States(NamedTuple):
     Entry k goes on from the state in block ``source[k]``; 0: from none. Segment i is a part of entry ``entry[i]`` that
     ends after token ``end[i]`` of its text: the state then goes to block ``target[i]``. The segments of an entry are
     together and ascending, and its last one ends the entry. A block is source and target of one entry alone; then it
-    may be both. A null row, which pads a step, goes on from none, has one token, and its state goes to a block that
-    is in no pool, so nobody reads it: the spare one.
+    may be both. A null row pads a step: it goes on from none and has one token. Its state goes to the spare block,
+    which is in no pool, so nobody reads it.
     """
 
     source: Int32s

@@ -47,6 +47,7 @@ from kvtier.pools.block_pool import BlockPools, Col, Ids, fence_of
 from kvtier.pools.checked import CheckedPools
 from kvtier.pools.pool_stats import pool_stats
 from kvtier.remote.counts import RemoteCounts
+from kvtier.remote.tier import RemoteTier
 
 KeyArray = npt.NDArray[np.uint64]
 
@@ -118,9 +119,14 @@ class HostBooks:
         return self._connector.counts
 
     @property
+    def remote(self) -> RemoteTier | None:
+        """The remote behind the tier; None without one."""
+        return self._parts.door.remote
+
+    @property
     def remote_counts(self) -> RemoteCounts | None:
         """Counters of the remote behind the tier, as they stand; None without one."""
-        return None if (remote := self._parts.door.remote) is None else remote.counts
+        return None if self.remote is None else self.remote.counts
 
     @property
     def hit_tokens(self) -> int:

@@ -16,6 +16,10 @@ from kvtier.host_tier.fragments import Fragments
 from kvtier.machine.errors import ConfigError, MemoryUnavailable
 from kvtier.machine.integers import shown
 
+FINER = 8
+"""A host tier's slabs are so many times as fine as a device's. It moves no block, so a slab changes hands as it is,
+with whatever in it is still wanted: what a turn leaves superseded must fill whole slabs to go alone."""
+
 
 class HostPlan:
     """A tier of ``groups`` in ``memory_bytes`` bytes of device memory; ``host_memory``, ``verify`` as for ``HostTier``.
@@ -44,7 +48,7 @@ def check_plan(plan: object) -> None:
 
 def _layout(sizes: list[int], num_bytes: int) -> Layout:
     """Pools that share slabs. Separate pools if there is one group, or too little memory for slabs."""
-    layout = Layout.of_slabs(sizes, num_bytes) if len(sizes) > 1 else None
+    layout = Layout.of_slabs(sizes, num_bytes, finer=FINER) if len(sizes) > 1 else None
     if layout is None:
         blocks = num_bytes // sum(sizes) - 1
         if blocks < 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from kvtier.coordinator.boundaries import needed_from
 from kvtier.coordinator.keeping import Course, Text
 from kvtier.coordinator.partings import SLACK
-from kvtier.coordinator.returns import NEVER
+from kvtier.coordinator.returns import NEVER, Bytes
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo
@@ -31,6 +30,10 @@ Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]
 """Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
 
+ROOM = 0.9
+"""The part of the tier that wanted content is reckoned to fill. In the rest lies what texts have left behind in slabs
+that hold something else too: the tier moves nothing, so it keeps that."""
+
 
 class HostText:
     """A token sequence of the engine. ``keys``, uint64 [n, 2]: key i names the tokens up to (i + 1) * hash_tokens.
@@ -38,9 +41,7 @@ class HostText:
     No two keys are equal; ``are_distinct``: that need not be looked at. Close each text: until then its hit stays held.
     """
 
-    def __init__(
-        self, parts: HostParts, keys: KeyArray, with_remote: bool = True, are_distinct: bool = False
-    ) -> None:
+    def __init__(self, parts: HostParts, keys: KeyArray, with_remote: bool = True, are_distinct: bool = False) -> None:
         self._parts = parts
         self._with_remote = flag(with_remote, "with_remote")
         self._sought: Question | None = None  # what it has asked the remote
@@ -107,7 +108,11 @@ class HostText:
     def _begin(self, hit: int, full: int, num_tokens: int) -> None:
         """The first match, of a text of ``num_tokens`` tokens."""
         parts = self._parts
-        room, is_all = partial(parts.keeping.sizes.room, parts.pools), parts.door.remote is None
+        is_all = parts.door.remote is None
+
+        def room(each: Bytes) -> float:
+            return ROOM * parts.keeping.sizes.room(parts.pools, each)
+
         parts.keeping.begin(self._course, Text(self._keys, num_tokens, hit, full, may_be_guest=is_all), room)
 
     def _hold(self, hit: HostHit) -> None:

@@ -18,7 +18,7 @@ from kvtier.geometry.kinds import Part
 from kvtier.machine.errors import UnsupportedModel
 
 KINDS = ("conv", "recurrent")
-"""Of the tensors that transformers' layers keep as states; a Part's name is one of them, and a number."""
+"""Kinds of tensors that transformers' layers keep as states; a Part's name is one of them, and a number."""
 _TOKENS = 8
 _ASKED_IN = "bfloat16"
 """The weights' dtype when it is asked, in which all experts have a form on "meta"; states that follow it have the

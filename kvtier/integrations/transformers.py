@@ -224,7 +224,7 @@ def _first_sliding(config: Any) -> int:
 
 
 def _kv_sources(text: Any, types: Sequence[str]) -> list[int]:
-    """For each layer the layer whose KV it reads: itself, or the last own-KV layer of its type (Gemma 3n, Gemma 4)."""
+    """The layer whose KV each layer reads: itself, or the last own-KV layer of its type (Gemma 3n, Gemma 4)."""
     count = len(types)
     num_shared = getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(num_shared, int) or not 0 <= num_shared <= count:

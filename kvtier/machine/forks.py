@@ -25,7 +25,7 @@ _watched: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def watch(owner: Forked) -> None:
-    """From now on ``owner`` is told."""
+    """Tells ``owner`` of forks from now on."""
     _watched.add(owner)
 
 

@@ -91,7 +91,7 @@ class Admitted(NamedTuple):
     """Blocks to load."""
     load_bytes: int
     ticket: int
-    """Of the load; 0 without one."""
+    """The load's; 0 without one."""
     gaps: tuple[Gap, ...] = ()
     """What is left beyond the hit, from there on; not the last tokens, which are always computed."""
 
@@ -139,7 +139,7 @@ class Copied(NamedTuple):
     blocks: Blocks
     num_bytes: int
     seconds: float
-    """From its submission until its end was seen."""
+    """The time from its submission until its end was seen."""
     error: str
     """"" if all is well."""
     bad_blocks: int

@@ -119,8 +119,8 @@ class RemoteStats:
     looks: int
     """Questions for requests' prefixes."""
     late_looks: int
-    """Of them, questions that a request has waited for in vain. Requests that do not wait, since the remote takes too
-    long, are not counted."""
+    """Questions that a request has waited for in vain. Requests that do not wait, since the remote takes too long, are
+    not counted."""
     spilled_objects: int
     spilled_bytes: int
     fetched_objects: int
@@ -136,7 +136,7 @@ class RemoteStats:
     absent_names: int
     """Objects that questions named, and that were there, or not."""
     damaged_objects: int
-    """Of them, objects that were not what they should be; they are deleted."""
+    """Objects that were not what they should be; they are deleted."""
     expired: int
     """Calls given up after ``deadline_s``."""
     superseded_texts: int
@@ -194,8 +194,9 @@ class CacheStats:
     waiting: Mapping[str, int]
     """Requests that wait now, by the answer at their last look:
 
-    "queue" (not looked at yet), "tokens" (the step had none left), "rows" (``max_running``), "blocks" (a shortage),
-    "stores" (which read its blocks), "transfer" (which brings its prefix), "twin" (a request that computes its prefix).
+    "queue" (not looked at yet), "tokens" (the step had none left), "rows" (``max_running``), "blocks" (a shortage).
+    Or what it waits for: "stores" (which read its blocks), "transfer" (which brings its prefix), "twin" (a request that
+    computes its prefix).
     """
     waits: Mapping[str, int]
     """Counter: how often a request began to wait, by the same reasons except "queue"."""
@@ -227,7 +228,7 @@ class CacheStats:
     load_latency: LatencyStats
     store_latency: LatencyStats
     stores_hang: bool
-    """Only one block is stored from time to time now, since the last stores have not ended in time."""
+    """Nothing is stored now, since the last stores have not ended in time."""
     link: LinkStats | None
     """The bytes' way between a GPU and its host tier; None elsewhere."""
     remote: RemoteStats | None

@@ -264,7 +264,7 @@ class BlockPools:
         batches.restore_batch(*self.arrays, groups, blocks)
 
     def is_own(self, g: int) -> npt.NDArray[np.bool_]:
-        """For every id of group g whether it is a block of a slab that the pool has, bool [usable + 1]."""
+        """Whether each id of group g is a block of a slab that the pool has, bool [usable + 1]."""
         meta = self.arrays.meta[g]
         own: npt.NDArray[np.bool_] = np.zeros(int(meta[Col.ROWS]), bool)
         slabs = self.arrays.slabs[int(meta[Col.FIRST_SLAB]) :, SlabCol.OWNER] == g

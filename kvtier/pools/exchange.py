@@ -207,11 +207,11 @@ def provide(
 ) -> Any:
     """Gives pools slabs so that each group has need[G] empty blocks, or cached blocks colder than the others'.
 
-    A slab is as old as its youngest content. Slabs of K and V hold some of many texts, and one of states a text or two:
-    by that age states would go first, and K and V without a state are found by nobody. So from and to groups with
-    ``states``, uint8 [G], a pool can give up a slab although it has content younger than what would go otherwise: its
-    coldest blocks go, and the rest of one slab moves to their places. Then this stops: the caller copies ``moves``,
-    int32 [2, blocks of a slab], from and to, and asks again. If there is no room for moves, it stops before.
+    A slab is as old as its youngest content. A slab of K and V holds some of many texts, one of states a text or two.
+    By that age states would go first, and nobody finds K and V without a state. So from and to groups with ``states``,
+    uint8 [G], a pool can give up a slab whose content is younger than what would go otherwise. Its coldest blocks go,
+    and the rest of one slab moves to their places. Then this stops: the caller copies ``moves``, int32 [2, blocks of a
+    slab], from and to, and asks again. If there is no room for moves, it stops before.
 
     Returns (whether every group has as many empty and cached blocks, group of the moves or -1, their number). It is not
     enough if it has stopped. Changes nothing if pools have slabs of their own.

@@ -94,7 +94,7 @@ def outside_namespace(model_id: str, spec: OutsideSpec, secret: bytes, plan: Seq
 
 
 def _parts(attention: Attention) -> list[list[object]]:
-    """Of states: the tensors that a block consists of."""
+    """The tensors that a block of states consists of; none for other groups."""
     parts = attention.parts if isinstance(attention, RecurrentState) else ()
     return [[part.name, list(part.shape), part.dtype] for part in parts]
 

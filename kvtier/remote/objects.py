@@ -165,6 +165,16 @@ class ObjectPlan:
             [self._end_name(keys, n)], np.zeros_like(groups), groups, np.concatenate([of for _, of in found])
         )
 
+    def named(self, kind: str, keys: KeyArray) -> Objects:
+        """The object of this kind that has its name from the last of these keys, uint64 [units, 2], all of a text's."""
+        n = len(keys) * self.link
+        if kind == "e":
+            return self.end(keys, n)
+        if kind == "t":
+            return self._tiles(keys, n // self.tile_tokens - 1, n // self.tile_tokens)
+        found = np.ascontiguousarray(keys[-1:])
+        return Objects(_named(kind, found), np.zeros(1, np.int32), np.array([int(kind[1:])], np.int32), found)
+
     def _end_name(self, keys: KeyArray, n: int) -> Name:
         return "e", self._key(keys, n)
 

@@ -32,12 +32,9 @@ def open_remote(
     deadline_s: float,
 ) -> RemoteTier:
     """A tier over the remote at ``uri``, behind these host pools. Raises ``ConfigError``."""
-    assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = namespace(chain, spec, secret, plan.signature)
-    backend, wire = _open(uri, memory, name, secret)
-    tier = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
-    return _tier(tier, backend, connector)
+    return _open(uri, name, plan, secret, host, memory, connector, deadline_s)
 
 
 def remote_namespace(chain: KeyChain, spec: CacheSpec, secret: bytes) -> str:
@@ -56,12 +53,9 @@ def open_outside(
     deadline_s: float,
 ) -> RemoteTier:
     """A tier for an engine with memory and keys of its own, in one process. Raises ``ConfigError``."""
-    assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
-    backend, wire = _open(uri, memory, name, secret)
-    tier = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
-    return _tier(tier, backend, connector)
+    return _open(uri, name, plan, secret, host, memory, connector, deadline_s)
 
 
 def open_relayed(
@@ -79,7 +73,7 @@ def open_relayed(
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
     sizes = np.array([workers * group.block_bytes for group in spec.groups], np.int64)
-    own = open_backend(uri) if isinstance(uri, str) else uri
+    own = _backend(uri)
     backend = RelayedBackend(own, connector.engine.now)
     wire = RelayedWire(sizes, [of_worker(name, rank, workers) for rank in range(workers)])
     remote = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
@@ -90,7 +84,7 @@ def open_worker(
     uri: str | Backend, secret: bytes, memory: HostSide, rank: int, on_news: Callable[[], None]
 ) -> RemoteWorker:
     """The part of a remote tier in worker number ``rank``. Raises ``ConfigError``."""
-    backend = open_backend(uri) if isinstance(uri, str) else uri
+    backend = _backend(uri)
     try:
         worker = RemoteWorker(backend, memory, rank, _digest_secret(uri, secret))
     except BaseException:
@@ -100,15 +94,31 @@ def open_worker(
     return worker
 
 
-def _open(uri: str | Backend, memory: HostSide, name: bytes, secret: bytes) -> tuple[Backend, Wire]:
-    backend = uri if not isinstance(uri, str) else open_backend(uri)
+def _open(
+    uri: str | Backend,
+    name: bytes,
+    plan: ObjectPlan,
+    secret: bytes,
+    host: BlockPools,
+    memory: HostSide,
+    connector: Connector,
+    deadline_s: float,
+) -> RemoteTier:
+    """A tier in this process, of objects in the namespace ``name``."""
+    assert connector.engine is not None
+    backend = _backend(uri)
     wire = Wire(memory, name, _digest_secret(uri, secret))
     try:
         wire.register(backend)
     except BaseException:
         backend.close(0.0)
         raise
-    return backend, wire
+    tier = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
+    return _tier(tier, backend, connector)
+
+
+def _backend(uri: str | Backend) -> Backend:
+    return open_backend(uri) if isinstance(uri, str) else uri
 
 
 def _digest_secret(uri: str | Backend, secret: bytes) -> bytes | None:

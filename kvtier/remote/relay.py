@@ -27,7 +27,7 @@ _OUTCOMES = (Outcome.OK, Outcome.MISS, Outcome.REFUSED, Outcome.FAILED)
 DRAIN_S = 3.0
 """Time that what was handed to a worker's backend has to get there when the worker ends."""
 END_S = 2.0
-"""Then its threads have so long to end."""
+"""Its threads have so long to end after that."""
 
 
 class RelayedBackend:

@@ -4,8 +4,9 @@ Owns       the requests' texts, and the content of every slot of both tiers.
 Promises   a forward writes the KV of its new tokens and samples as ``oracle`` has it. It also checks all content that
            its queries see, old and new, against the expected content. A difference goes into the KV that the forward
            writes, and into every later sample of the request. Slots are read through the step's exports: its block
-           tables, its page lists, or its padded page lists, in turn. Free blocks and the unused slots of last pages are
-           poisoned, with another value at every forward, in both tiers.
+           tables, its page lists, or its padded page lists, in turn. A state is one slot, written after a token: what a
+           step goes on from is read, and what its segments leave is written. Free blocks and the unused slots of last
+           pages are poisoned, with another value at every forward, in both tiers.
 Does not   judge a text: the caller compares it with ``oracle.expected_tokens``.
 """
 
@@ -36,7 +37,7 @@ from kvtier.testing._canary_loops import (
     write_slots,
 )
 from kvtier.testing.device import SimulatedDevice
-from kvtier.testing.oracle import U64, VOCABULARY, CanaryText, Int64s, digest_of, places, seed_of
+from kvtier.testing.oracle import U64, VOCABULARY, CanaryText, Int64s, digest_of, first_read, places, seed_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +49,10 @@ _EMPTY = int(Place.EMPTY)
 
 
 def _words(k: Tensor, v: Tensor) -> tuple[U64, ...]:
-    """K and V of a layer as uint64 [blocks, block_entries] views of their arena; K alone if there is no V."""
-    return tuple(x.numpy().view(np.uint64)[:, :, 0, 0] for x in (k, v) if x.shape[-1])
+    """K and V of a layer, or the parts of its state, as uint64 [blocks, slots of a block] views of their arena; K alone
+    if there is no V."""
+    words = [x.numpy().view(np.uint64) for x in (k, v) if x.shape[-1]]
+    return tuple(x if x.ndim == 2 else x[:, :, 0, 0] for x in words)
 
 
 def _empty(pools: BlockPools, g: int) -> Ids:
@@ -77,8 +80,9 @@ class _Work:
     texts: tuple[CanaryText, ...]  # [R]
     of: tuple[_Text, ...]  # by group
     starts: Int64s  # [R]
-    slots: tuple[Int64s, ...]  # by group, [N]
-    tables: tuple[Ids, ...]
+    written: tuple[Int64s, ...]  # by group, those of its new ones with a slot: all, or after which a state is written
+    slots: tuple[Int64s, ...]  # by group, theirs
+    tables: tuple[Ids, ...]  # by group; of states each block is one token's
     empty: tuple[Ids, ...]  # blocks to poison
     ends: Int64s  # [R]
     samples: npt.NDArray[np.int32]
@@ -102,9 +106,12 @@ class CanaryEngine:
         self._device = device
         self._texts: dict[str, CanaryText] = {}
         self._forwards = 0
+        self._are_states = [group.attention.kind is Kind.STATE for group in cache.spec.groups]
         self._views = [
-            tuple(_words(*cache.kv(group.name, layer)) for layer in range(group.num_layers))
-            for group in cache.spec.groups
+            tuple(
+                _words(*(cache.state if is_state else cache.kv)(group.name, layer)) for layer in range(group.num_layers)
+            )
+            for group, is_state in zip(cache.spec.groups, self._are_states, strict=True)
         ]
         self._all_words = [  # (place, group, words) of K and V of every layer
             (place + i, g, words)
@@ -182,12 +189,17 @@ class CanaryEngine:
                 starts // m,
                 ends // m,
             )
+        written, slots, tables = zip(
+            *(self._places(group, view, step, row_of) for group, view in zip(spec.groups, views, strict=True)),
+            strict=True,
+        )
         return _Work(
             texts,
             tuple(of[group.entry_tokens] for group in spec.groups),
             starts,
-            tuple(self._checked(group, view).copy() for group, view in zip(spec.groups, views, strict=True)),
-            tuple(self._table(group, view, step, row_of) for group, view in zip(spec.groups, views, strict=True)),
+            written,
+            slots,
+            tables,
             tuple(empty),
             ends,
             step.sample_rows.copy(),
@@ -205,6 +217,32 @@ class CanaryEngine:
                 raise AssertionError(f"{request_id}: the step's tokens {start}..{end} are not the request's")
             chain[at] = text.chain[start:end]
         return chain
+
+    def _places(self, group: GroupSpec, view: GroupView, step: Step, row_of: Int64s) -> tuple[Int64s, Int64s, Ids]:
+        """The group's ``written``, ``slots`` and table."""
+        if group.attention.kind is Kind.STATE:
+            return self._states(group, view, step)
+        slots = self._checked(group, view).copy()
+        return np.arange(len(slots)), slots, self._table(group, view, step, row_of)
+
+    def _states(self, group: GroupSpec, view: GroupView, step: Step) -> tuple[Int64s, Int64s, Ids]:
+        """The same of a group of states: as they are or, in two forwards of three, padded."""
+        count, ends = len(step.seq_lens), step.seq_lens
+        rows = count + self._forwards % 4 if self._forwards % 3 else None
+        source, entry, end, target = view.states(rows)
+        is_real, spare = entry < count, len(self._views[self._cache.spec.index(group.name)][0][0]) - 1
+        wrong = source[count:].any() or (end[~is_real] != 1).any() or (target[~is_real] != spare).any()
+        source, entry, end, target = source[:count], entry[is_real], end[is_real], target[is_real]
+        lasts = np.flatnonzero(np.diff(entry, append=-1))
+        wrong |= not np.array_equal(entry[lasts], np.arange(count)) or not np.array_equal(end[lasts], ends)
+        wrong |= not np.array_equal(source > 0, step.starts > 0) or (target < 1).any() or (target >= spare).any()
+        if wrong:
+            raise AssertionError(f"group {group.name}: states() makes no sense")
+        table = np.zeros((count, int(ends.max(initial=0))), np.int32)
+        going_on = np.flatnonzero(source)
+        table[going_on, step.starts[going_on] - 1] = source[going_on]
+        table[entry, end - 1] = target
+        return step.query_start[entry] + end - step.starts[entry] - 1, target.astype(np.int64), table
 
     def _table(self, group: GroupSpec, view: GroupView, step: Step, row_of: Int64s) -> Ids:
         """The group's block table, int32 [R, W]: as exported or, in two forwards of three, from page lists."""
@@ -249,7 +287,8 @@ class CanaryEngine:
         for g, group in enumerate(self._cache.spec.groups):
             table = np.unique(work.tables[g])
             reads.append(table[table > 0])
-            written = np.unique(work.slots[g] // group.block_entries).astype(np.int32)
+            size = 1 if self._are_states[g] else group.block_entries
+            written = np.unique(work.slots[g] // size).astype(np.int32)
             writes.append(np.concatenate([written, work.empty[g]]) if with_poison else written)
         return _flat(reads), _flat(writes)
 
@@ -261,14 +300,25 @@ class CanaryEngine:
             of = work.of[g]
             residuals(words, work.tables[g], firsts[g], of.starts, of.known, of.offsets, p, error)
         for p, g, words in self._all_words:
-            write_slots(words, work.slots[g], work.of[g].chain, p, work.of[g].row_of, error)
+            self._write(work, p, g, words, error)
             if self._poison:
                 poison_tails(words, work.tables[g], work.of[g].ends, work.poison)
-        lasts = [_first_seen(group, work.ends - 1) for group in groups]
+        lasts = [
+            np.array([first_read(group.attention, n - 1) // group.entry_tokens for n in work.ends.tolist()], np.int64)
+            for group in groups
+        ]
+        firsts = [
+            last if is_state else first for first, last, is_state in zip(firsts, lasts, self._are_states, strict=True)
+        ]
         self._look_again(work, firsts, lasts, error)
         for p, g, words in self._all_words:
             seen, ends = lasts[g][work.samples], work.of[g].ends[work.samples]
             digest_pages(words, work.tables[g], work.samples, seen, ends, p, work.digests)
+
+    def _write(self, work: _Work, p: int, g: int, words: U64, error: U64) -> None:
+        """Writes the new tokens of one place of group g."""
+        at = work.written[g]
+        write_slots(words, work.slots[g], work.of[g].chain[at], p, work.of[g].row_of[at], error)
 
     def _look_again(self, work: _Work, firsts: list[Int64s], lasts: list[Int64s], error: U64) -> None:
         """Compares all content that the new tokens see, after all writes. A sample's digest has its last token's
@@ -282,7 +332,7 @@ class CanaryEngine:
                 residuals(words, work.tables[g], firsts[g], stops[g], work.of[g].known, work.of[g].offsets, p, late)
         if late.any():
             for p, g, words in self._all_words:
-                write_slots(words, work.slots[g], work.of[g].chain, p, work.of[g].row_of, error + late)
+                self._write(work, p, g, words, error + late)
         for r in np.flatnonzero(error | late):
             work.texts[r].misread = True
 

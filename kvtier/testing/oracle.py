@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.geometry.kinds import Attention, Kind, Part, RecurrentState
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.testing._canary_loops import chain_values, digest_chain
 
@@ -25,10 +26,14 @@ U64 = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 
 VOCABULARY = 97
+STATE = RecurrentState((Part("a", (2,), "float32"), Part("b", (2,), "float32")))
+"""Two 64-bit values, as a slot has them: those that the last token's slot would have, which depend on all tokens before
+it."""
 
 
 def canary_spec(groups: Mapping[str, tuple[Any, ...]], num_layers: int | Mapping[str, int] = 2) -> CacheSpec:
-    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens).
+    """A spec whose slots hold one 64-bit value for K and one for V: name -> (attention, block_tokens). ``STATE`` is the
+    attention of a group of states.
 
     A third item has more fields of the group: {"head_dim_v": 0, "entry_tokens": 4}. ``num_layers`` is a number for
     every group, or a mapping by name.
@@ -36,10 +41,17 @@ def canary_spec(groups: Mapping[str, tuple[Any, ...]], num_layers: int | Mapping
     layers = dict.fromkeys(groups, num_layers) if isinstance(num_layers, int) else num_layers
     return CacheSpec(
         [
-            GroupSpec(name, attention, layers[name], 1, 2, "float32", block_tokens, **(more[0] if more else {}))
+            GroupSpec(name, attention, layers[name], block_tokens=block_tokens)
+            if isinstance(attention, RecurrentState)
+            else GroupSpec(name, attention, layers[name], 1, 2, "float32", block_tokens, **(more[0] if more else {}))
             for name, (attention, block_tokens, *more) in groups.items()
         ]
     )
+
+
+def first_read(attention: Attention, position: int) -> int:
+    """The first token whose content the token at ``position`` reads: of states its own, which has all others in it."""
+    return position if attention.kind is Kind.STATE else attention.first_visible(position)
 
 
 def places(spec: CacheSpec) -> Iterator[tuple[int, int, int]]:
@@ -91,8 +103,8 @@ def digest_of(spec: CacheSpec, chain: U64) -> int:
     for place, g, _ in places(spec):
         group = spec.groups[g]
         entries = np.ascontiguousarray(chain[group.entry_tokens - 1 :: group.entry_tokens])
-        first = group.attention.first_visible(len(chain) - 1) // group.entry_tokens
-        for i in range(2 if group.head_dims[1] else 1):
+        first = first_read(group.attention, len(chain) - 1) // group.entry_tokens
+        for i in range(1 if group.head_dim_v == 0 else 2):
             total += int(digest_chain(entries, first, place + i))
     return total & 0xFFFFFFFFFFFFFFFF
 

@@ -1,4 +1,4 @@
-"""The parts that several subcommands share: options, types of arguments, and silence of transformers.
+"""The parts that several subcommands share: options, types of arguments, reports, and silence of transformers.
 
 Promises   a type of argument raises ``ArgumentTypeError`` with the text that was given.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 
@@ -74,3 +75,14 @@ def quiet_transformers() -> None:
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def told(report: Any, show: Callable[..., None], as_json: bool) -> int:
+    """Prints a report, and returns the command's exit status."""
+    from rich.console import Console
+
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        show(report, Console())
+    return 0 if report.ok else 1

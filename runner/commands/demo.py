@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from runner.commands.arguments import add_attention, add_kv_options, positive, quiet_transformers
+from runner.commands.arguments import add_attention, add_kv_options, positive, quiet_transformers, told
 from runner.commands.checks import check_engine
 
 
@@ -73,26 +72,17 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             **memory,
         )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return told(report, show, args.json)
 
 
 def _shared(args: argparse.Namespace, console: Any) -> int:
-    from rich.console import Console
 
     with console.status("Importing torch and transformers") as status:
         from runner.demo import shared as demo_shared
         from runner.demo.show_shared import show
 
         report = demo_shared.run(args.tokens, args.shared or None, status.update)
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return told(report, show, args.json)
 
 
 class _Bars:

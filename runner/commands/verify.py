@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from runner.commands.arguments import (
@@ -13,8 +14,12 @@ from runner.commands.arguments import (
     not_negative,
     positive,
     quiet_transformers,
+    told,
 )
 from runner.commands.checks import check_engine
+
+TINY_BYTES = 64 << 20
+"""Weights of fewer bytes are computed with one thread."""
 
 
 def add_to(commands: Any) -> None:
@@ -122,11 +127,14 @@ def _run_vllm(args: argparse.Namespace) -> int:
             args.patience or kit.PATIENCE_S,
             progress=lambda name, done, total: status.update(f"{name} ({done} of {total})"),
         )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return told(report, show, args.json)
+
+
+def _is_tiny(model: str | None) -> bool:
+    """Whether the weights are the bundled ones, or a folder's, of few bytes."""
+    if model is None or not Path(model).is_dir():
+        return model is None
+    return sum(file.stat().st_size for file in Path(model).iterdir() if file.is_file()) < TINY_BYTES
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,12 +154,18 @@ def run(args: argparse.Namespace) -> int:
         from runner.verify.show import show
 
         quiet_transformers()
-    if args.model is None:
-        torch.set_num_threads(1)  # a tiny model's steps are over before a second thread has woken up
+    if _is_tiny(args.model):
+        torch.set_num_threads(1)  # its steps are over before a second thread has woken up
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console, transient=True)
     with bar.live:
         task = bar.add_task("loading the model", total=None)
+
+        def tell(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+            if not console.is_terminal:  # where there is no bar
+                print(f"{name} ({done} of {total})", file=sys.stderr, flush=True)
+
         report = kit.run(
             args.model,
             args.device,
@@ -160,14 +174,10 @@ def run(args: argparse.Namespace) -> int:
             args.new_tokens,
             args.dtype,
             args.tolerance,
-            progress=lambda name, done, total: bar.update(task, description=name, completed=done, total=total),
+            progress=tell,
             kv_cache_dtype=args.kv_cache_dtype,
             kv_scales=args.kv_scales,
             attention=args.attention,
             exact=args.exact,
         )
-    if args.json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return told(report, show, args.json)

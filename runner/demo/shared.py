@@ -155,12 +155,12 @@ def run(tokens: int, store: str | None = None, tell: Callable[[str], None] = lam
         tell("killing engine A")
         one.kill()
         one = engine("A")
-        ask("killed, started again", one, prompts[0].text)
+        ask("after kill -9", one, prompts[0].text)
         two = engine("B")
         ask("another engine", two, prompts[0].text)
         ask("prefill alone", one, prompts[1].text, 1)
         one.wait_until_stored()
-        ask("decode elsewhere", two, prompts[1].text)
+        ask("decode alone", two, prompts[1].text)
     right = [prompt.answer.rstrip(" .") for prompt in prompts]
     return Report(tokens, uri if store else "a folder", answers, _is_well(answers, right))
 

@@ -37,6 +37,7 @@ from runner.engine.stops import StopStrings
 from runner.engine.streams import Mail
 from runner.engine.thread import EngineThread
 from runner.engine.words import Words
+from runner.errors import ModelLoadError
 from runner.model import checkpoint, graphs, identity as model_identity
 from runner.model.device import model_device
 from runner.model.graphs import bucket_sizes, captured, why_eager
@@ -75,7 +76,7 @@ class Service:
 
     def __init__(
         self,
-        model: str | Path | HybridModel,
+        model: str | Path | HybridModel | None = None,
         device: str = "auto",
         device_memory: Memory | None = None,
         host_memory: Memory | None = None,
@@ -93,6 +94,11 @@ class Service:
         kv_events_config: KVEventsConfig | Mapping[str, Any] | str | None = None,
         **cache_options: Any,
     ) -> None:
+        if model is None:
+            raise ModelLoadError(
+                f"{type(self).__name__} needs the argument model: a model is given as a folder or a hub id, or as a "
+                "HybridModel; the bundled demo model's folder is kvtier.needle.weights_path()"
+            )
         mine = [name for name in inspect.signature(Service).parameters if name not in ("model", "cache_options")]
         cache_options = options.cache_options(cache_options, mine)
         max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)

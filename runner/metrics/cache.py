@@ -15,7 +15,7 @@ PLACES = ("empty", "cached", "fenced", "held", "quarantined", "lent")
 DEFERRED = ("transfer", "twin")
 """The reasons to wait of requests that others may pass; vLLM's term."""
 _OF_ENDS = ("hits", "missed", "pays")
-"""Of ``EndStats``."""
+"""Fields of ``EndStats``."""
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """vLLM's; powers of two."""
 

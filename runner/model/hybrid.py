@@ -167,17 +167,10 @@ class HybridModel:
             chosen = choice.exactly(attention, device, known)
         else:
             chosen = _chosen(attention, device, spec, known, config)
-        check_device_memory(device, checkpoint.weights_bytes(folder, wanted), "loading the weights", _TOO_LARGE)
-        weights = checkpoint.read_model(folder, config, wanted, NAME)
-        name = checkpoint.name_of(path_or_id, folder)
-        try:
-            weights = weights.to(device)
-        except torch.OutOfMemoryError as problem:  # another process was faster, or it is not there in one piece
-            raise MemoryUnavailable(f"the weights do not fit on {device} ({problem}); {_TOO_LARGE}") from problem
         model = cls(
-            weights,
+            _weights_on(device, folder, config, wanted),
             checkpoint.read_tokenizer(folder),
-            name=name,
+            name=checkpoint.name_of(path_or_id, folder),
             backend=backend,
             kv_scales=checkpoint.kv_scales(folder),
             attention=chosen,
@@ -392,3 +385,13 @@ def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:
                 found[int(module.layer_idx)] = Temperature(float(module.floor_scale), float(module.attn_scale))
             module.attn_temperature_tuning = False
     return found
+
+
+def _weights_on(device: str, folder: Path, config: Any, dtype: Any) -> Any:
+    """The model of a folder, in this dtype; raises ``MemoryUnavailable``."""
+    check_device_memory(device, checkpoint.weights_bytes(folder, dtype), "loading the weights", _TOO_LARGE)
+    weights = checkpoint.read_model(folder, config, dtype, NAME)
+    try:
+        return weights.to(device)
+    except torch.OutOfMemoryError as problem:  # another process was faster, or it is not there in one piece
+        raise MemoryUnavailable(f"the weights do not fit on {device} ({problem}); {_TOO_LARGE}") from problem

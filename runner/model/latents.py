@@ -1,7 +1,7 @@
 """Latent attention (MLA): a layer's latents in the pools, in the place of keys and values per head.
 
 Owns       what an MLA layer's ``expand_kv`` does in our forward: nothing, so that attention gets the latents.
-Promises   queries and values go through the layer's own weights ("absorbed"): a query meets the latents of all tokens
+Promises   queries and values go through the layer's own weights ("absorbed"). A query meets the latents of all tokens
            as they lie in the pools, and only its result is expanded. The weights are asked of ``expand_kv`` itself, so
            no family has code here. One that is not linear, or not ordered as assumed, is refused by name.
 Does not   change the family's own forward: with another attention implementation, ``expand_kv`` is the family's.

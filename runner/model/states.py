@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,14 +121,15 @@ class Mixers:
 def _mixers(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
     """The modules that keep a state, and their argument for it."""
     for module in model.modules():
-        own = type(module).forward
-        named = inspect.signature(own).parameters
+        kind: Any = type(module)
+        named = inspect.signature(kind.forward).parameters
         argument = next((name for name in _ARGUMENTS if name in named), None)
-        if argument is not None and hasattr(module, "layer_idx") and _keeps_states(type(module)):
+        if argument is not None and hasattr(module, "layer_idx") and _keeps_states(kind):
             yield module, argument
 
 
-def _keeps_states(of: type) -> bool:
+@cache
+def _keeps_states(of: Any) -> bool:
     try:
         return any(call in inspect.getsource(of) for call in _CALLS)
     except (OSError, TypeError):
@@ -227,7 +229,7 @@ def _is_finite(states: Iterator[Tensor] | Sequence[Tensor]) -> bool:
 
 
 States = list[Tensor]
-"""Of some requests, their parts of a layer's state: [B, *part.shape] each, in the order of the parts."""
+"""The parts of a layer's state of B requests: [B, *part.shape] each, in the order of the parts."""
 
 
 class _Call:

@@ -1,7 +1,7 @@
 """Mamba2's time steps in decodes, within the limits that its prompts keep.
 
-transformers' code limits the time step of a prompt's tokens (``time_step_limit``; Nemotron-H: 0.001 at least) and not
-that of a decode, so its own decodes differ from its own prompts by 3e-3. Here a token has one result, that of prompts.
+transformers' code limits the time step of a prompt's tokens (``time_step_limit``; Nemotron-H: 0.001 at least), and not
+that of a decode. So its own decodes differ from its own prompts by 3e-3. Here a token has one result, that of prompts.
 """
 
 from __future__ import annotations

@@ -87,24 +87,24 @@ def attention_flops(hf_config: Any, spec: CacheSpec, num_tokens: int) -> int:
 
     Those of an index with all its keys count too, and of the tokens or entries that it picks so many.
     """
-    total, most = 0, picked(hf_config)
+    total, most, expanded = 0, picked(hf_config), _expanded_width(hf_config)
     for i, (heads, places) in enumerate(zip(query_heads(hf_config, spec), spec.layers, strict=True)):
         for role, (name, _) in places.items():
             group = spec.group(name)
             if role in ("kv", "entries"):
+                k, v = group.head_dims
                 limit = most[i] if role == "entries" or "entries" not in places else None
-                total += 2 * heads * _width(hf_config, group) * seen(group, num_tokens, limit)
+                total += 2 * heads * (expanded or k + (v or k)) * seen(group, num_tokens, limit)  # K alone is V, too
             elif role == "index":
                 scorers = int(field(text_config(hf_config), "index_n_heads"))
                 total += 2 * scorers * group.head_dim * seen(group, num_tokens)
     return total
 
 
-def _width(hf_config: Any, group: GroupSpec) -> int:
-    """Multiplications of a query head with a key and a value; of latents, with what prompts expand them to."""
+def _expanded_width(hf_config: Any) -> int:
+    """Multiplications of a query head with the key and the value that prompts expand a latent to; 0: no latents."""
     if not is_latent(hf_config):
-        k, v = group.head_dims
-        return k + (v or k)  # of K alone: which is V too
+        return 0
     sizes = [field(text_config(hf_config), name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
     return sum(int(size) for size in sizes)
 

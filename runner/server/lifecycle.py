@@ -34,7 +34,7 @@ _LEAST_BACKLOG = 128
 _TELL_S = 3.0
 """Time for aborted requests to tell their clients so."""
 _CLOSE_S = 1
-"""For connections to close. The rest of ``GRACE_S`` is for the engine."""
+"""Connections have so long to close. The rest of ``GRACE_S`` is for the engine."""
 
 
 class Server(uvicorn.Server):

@@ -41,7 +41,7 @@ def flashinfers_own_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Threads cost more than these steps do."""
+    """Threads cost more than these steps do, above all where other work shares the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,16 +15,10 @@ from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ENDS = [1, 3, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1, 720, 2 * PIECE + TILE + 5]
 KINDS = [FullAttention(), SlidingWindow(PIECE + 7), SlidingWindow(TILE), ChunkedLocal(720), ChunkedLocal(48)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

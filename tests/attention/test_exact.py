@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from kvtier.attention import _decode, exact
 from kvtier.attention._exact_loops import SPLIT, TILE
 from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ENDS = [1, 3, TILE - 1, TILE, TILE + 1, SPLIT - 1, SPLIT, SPLIT + 1, 720, 2 * SPLIT + TILE + 5]
 KINDS = [
@@ -32,14 +33,6 @@ CUTS = {
     "its end": [LENGTH - 3, 1, 2],
     "decodes": [SPLIT - 4, *[1] * 8, LENGTH - SPLIT - 4],
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["products", "loops"])

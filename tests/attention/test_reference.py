@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -22,6 +21,8 @@ from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import StepError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAN = float("nan")
 LONG = sized(24_576, 90_112)
@@ -163,15 +164,6 @@ class Case:
 
 def sinks_of(heads: int) -> Tensor:
     return torch.linspace(-3.0, 4.0, heads)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads cost more than these steps do, above all where other work shares the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["flash", "tiled"])

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from breadth import AUDITED_THEN, AUDITED_WHOLLY
 
-from kvtier import FinishedRequest, GroupSpec, KVCache, Request, Scheduler, Step
+from kvtier import FinishedRequest, GroupSpec, KVCache, RecurrentState, Request, Scheduler, Step
 from kvtier.audit.run import AuditLevel
 from kvtier.cpu_offload.engines import CopyEngine, Outcome
 from kvtier.cpu_offload.tier_memory import TierMemory
@@ -316,7 +316,8 @@ def check_step(cache: KVCache, step: Step) -> None:
         at = slice(int(step.query_start[r]), int(step.query_start[r + 1]))
         assert np.array_equal(step.positions[at], np.arange(starts[r], step.seq_lens[r]))
     for g, group in enumerate(cache.spec.groups):
-        _check_view(cache, step, g, group, starts)
+        check = _check_states if isinstance(group.attention, RecurrentState) else _check_view
+        check(cache, step, g, group, starts)
 
 
 def _check_view(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: npt.NDArray[np.int64]) -> None:
@@ -351,6 +352,27 @@ def _check_view(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: np
     assert np.all(pools.arrays.mark[base + written] == Mark.NONE), "a findable block is written"
     if m == 1:
         _check_paged(step, group, table, starts)
+
+
+def _check_states(cache: KVCache, step: Step, g: int, group: GroupSpec, starts: npt.NDArray[np.int64]) -> None:
+    """Each entry goes on from the state before its first token, and its last segment ends it; others end at
+    boundaries."""
+    got, bt, pools = step.group(group.name).states(), group.block_tokens, inside.coordinator(cache).pools
+    entry, base = got.entry.tolist(), int(pools.arrays.meta[g, Col.BASE])
+    assert [array.dtype.name for array in got] == ["int32", "int32", "int64", "int32"]
+    assert np.array_equal(got.source > 0, starts > 0), "a state is lacking, or goes on from nothing"
+    assert sorted(set(entry)) == list(range(len(starts)))
+    for r in range(len(starts)):
+        ends = got.end[got.entry == r].tolist()
+        assert ends == sorted(set(ends)) and ends[-1] == step.seq_lens[r]
+        assert all(n % bt == 0 and starts[r] < n for n in ends[:-1])
+    assert entry == sorted(entry)
+    assert len(set(got.target.tolist())) == len(entry), "two states go to one block"
+    held = np.unique(np.concatenate([got.source[got.source > 0], got.target]))
+    assert np.all((held > 0) & (held <= pools.usable[g]))
+    assert np.all(pools.arrays.refs[base + held] > 0), "a view names a block that nobody holds"
+    assert np.all(pools.arrays.refs[base + got.target] == 1), "a block with several owners is written"
+    assert np.all(pools.arrays.mark[base + got.target] == Mark.NONE), "a findable block is written"
 
 
 def _check_paged(step: Step, group: GroupSpec, table: npt.NDArray[np.int32], starts: npt.NDArray[np.int64]) -> None:

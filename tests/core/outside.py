@@ -85,6 +85,24 @@ class Outside:
             seq.ticket = seq.text.load(np.array(targets, np.int32))
         return seq
 
+    def turn(self, rnd, running, texts, reset=0.01):
+        """By chance a text begins or goes on, every running one computes, and the tier is reset."""
+        if len(running) < 3 and min(map(len, self.free)) > 60:
+            text = rnd.choice(texts)
+            tokens = [*text[: rnd.randrange(4, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(6)))]
+            running.append(self.begin(tokens, running))
+            if rnd.random() < 0.3 and len(tokens) < 40:
+                texts[rnd.randrange(4)] = tokens
+        self.poll(running)
+        for seq in [s for s in running if s.ticket is None]:
+            self.compute(seq, min(len(seq.tokens), seq.done + rnd.randrange(1, 12)))
+            if seq.done == len(seq.tokens):
+                running.remove(seq)
+                self.leave(seq)
+        if rnd.random() < reset:
+            self.tier.reset()
+        self.check()
+
     def extend(self, seq, answer):
         """More tokens at its end, with blocks for them."""
         seq.tokens = [*seq.tokens, *answer]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 
@@ -17,6 +18,7 @@ from core.driving import Serving
 from kvtier import ChunkedLocal, FullAttention, KVCache, RequestTooLarge, SlidingWindow
 from kvtier.coordinator.tracked import State
 from kvtier.testing import Faults, SimulatedEngine, canary_spec
+from kvtier.testing.oracle import STATE
 
 ASKED = os.environ.get("KVTIER_FUZZ_SEEDS")
 SEEDS = range(*map(int, (ASKED or "0:36").split(":")))
@@ -42,7 +44,9 @@ def build(rnd: random.Random, seed: int) -> Serving:
     more = [["full"], ["win"], ["chunk", "win"], list(kinds), ["win", "entries", "chunk"]]
     names = rnd.choice([["full", "win", "chunk"]] * 5 + more)
     groups = {name: kinds[name] for name in names}
-    room = dict.fromkeys(kinds, (24, 60)) | {"win": (12, 30), "chunk": (12, 30)}
+    if rnd.random() < 0.25:
+        groups["state"] = STATE, math.lcm(*(group[1] for group in groups.values()))
+    room = dict.fromkeys(kinds, (24, 60)) | {"win": (12, 30), "chunk": (12, 30), "state": (16, 60)}
     device = {n: max(2, rnd.randint(*room[n]) // group[1]) for n, group in groups.items()}
     host = {n: rnd.randint(1, 30) for n in groups} if rnd.random() < 0.8 else None
     faults = Faults(

@@ -31,6 +31,7 @@ from kvtier import (
 )
 from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.cpu_offload.engines import EngineFactory
+from kvtier.geometry import layout
 from kvtier.testing import Faults, SimulatedEngine
 
 
@@ -58,6 +59,27 @@ def test_what_the_device_has_already_is_not_loaded_again():
     engine.check()
     follower.close()
     engine.check()
+
+
+def found_in_turn(engine, sessions, turns, message, answer):
+    """Shares of what was said before that conversations in turn find, by turn from the second on."""
+    talks, shares = [[1000 * s + i for i in range(30)] for s in range(sessions)], []
+    for turn in range(turns):
+        before = sum(map(len, talks))
+        prompts = [[*talk, *(1000 * s + 500 + 20 * turn + i for i in range(message))] for s, talk in enumerate(talks)]
+        shares.append(sum(engine.serve(prompt, [turn] * answer) for prompt in prompts) / before)
+        talks = [[*prompt, *[turn] * answer] for prompt in prompts]
+    return shares[1:]
+
+
+def test_what_turns_leave_behind_goes_alone_since_slabs_are_fine(monkeypatch):
+    """With slabs of eleven blocks each that goes takes some that the next conversation wants."""
+    monkeypatch.setattr(layout, "MOST_SLABS", 32)
+    assert min(found_in_turn(Outside(host_memory=13_000), 8, 5, message=12, answer=8)) > 0.95
+
+
+def test_of_a_round_that_does_not_fit_because_of_what_turns_leave_behind_some_are_kept():
+    assert min(found_in_turn(Outside(host_memory=10_500), 10, 8, message=8, answer=6)[-2:]) > 0.6
 
 
 def test_what_is_disowned_is_not_found_again_and_loads_of_it_fail():
@@ -144,21 +166,7 @@ def test_random_engines_never_read_what_was_not_written(seed, faults):
         lost = step % 50 == 49
         if lost:
             engine.engines[0].end_lost()
-        if len(running) < 3 and min(map(len, engine.free)) > 60:
-            text = rnd.choice(texts)
-            tokens = [*text[: rnd.randrange(4, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(6)))]
-            running.append(engine.begin(tokens))
-            if rnd.random() < 0.3 and len(tokens) < 40:
-                texts[rnd.randrange(4)] = tokens
-        engine.poll(running)
-        for seq in [s for s in running if s.ticket is None]:
-            engine.compute(seq, min(len(seq.tokens), seq.done + rnd.randrange(1, 12)))
-            if seq.done == len(seq.tokens):
-                running.remove(seq)
-                engine.leave(seq)
-        if rnd.random() < 0.01:
-            engine.tier.reset()
-        engine.check()
+        engine.turn(rnd, running, texts)
     assert engine.wrong == 0
     stats = engine.tier.stats().transfers
     assert stats.stored_blocks > 50 and stats.loaded_blocks > 10

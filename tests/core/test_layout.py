@@ -51,6 +51,17 @@ def test_slabs_are_small_and_padding_smaller(sizes: list[int]) -> None:
     assert padding + len(sizes) * layout.slab_bytes / num_bytes < 0.02
 
 
+def test_finer_slabs_are_more_and_blocks_still_fit() -> None:
+    """As vLLM groups Gemma-3-27B: of 8, 9 and 10 layers, whose least common multiple is 360."""
+    unit = 16 * 2 * 16 * 128 * 2
+    sizes = [9 * unit] * 4 + [8 * unit] * 2 + [10 * unit]
+    coarse, fine = (Layout.of_slabs(sizes, 64 << 30, finer=n) for n in (1, 8))
+    assert coarse is not None and fine is not None
+    assert 4 * coarse.num_slabs < fine.num_slabs < 16 * MOST_SLABS
+    assert (fine.per_slab * fine.strides == fine.slab_bytes).all()
+    assert (fine.strides / fine.block_bytes).max() < 1.02
+
+
 def test_blocks_that_fit_together_are_not_padded() -> None:
     """Gemma-3-27B: 10 full layers and 52 of a window; a slab is a multiple of both."""
     unit = 16 * 2 * 16 * 128 * 2

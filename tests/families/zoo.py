@@ -95,6 +95,14 @@ _COMPRESSED = {
 _INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 512}  # as above: never binding
 INDEXED = {"deepseek_v4", "deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"}
 """Families that read compressed entries, or pick tokens by an index."""
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 _SLIDING = {"layer_types": _MIXED, "sliding_window": 20, "head_dim": 16}
 _GRANITE = {"layer_types": _MIXED, "sliding_window": 20, "attention_multiplier": 0.3}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
@@ -118,14 +126,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3",
         {
             "text_config": {**_SLIDING, "query_pre_attn_scalar": 32},
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 32,
-                "patch_size": 8,
-            },
+            "vision_config": _VISION,
             "mm_tokens_per_image": 4,
             "image_token_index": 150,
             "boi_token_index": 151,
@@ -319,14 +320,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-}
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": (
         "mistral3",

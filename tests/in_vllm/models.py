@@ -44,7 +44,9 @@ def hybrid_of(name: str) -> Any:
         "linear_value_head_dim": 128,
     }
     mamba = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
-    if name == "qwen3next":
+    if name == "qwen3next_wide":  # for two ranks
+        delta |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    if name in ("qwen3next", "qwen3next_wide"):
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         sizes = {"num_hidden_layers": 4, "intermediate_size": 128, "shared_expert_intermediate_size": 32}
         return transformers.Qwen3NextConfig(**wide, **delta, **experts, **sizes)
@@ -92,7 +94,7 @@ def hybrid_of(name: str) -> Any:
 
 def config_of(name: str) -> Any:
     """Of the model of this name."""
-    if name in HYBRIDS:
+    if name in HYBRIDS or name == "qwen3next_wide":
         return hybrid_of(name)
     from transformers import DeepseekV2Config, Gemma3TextConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
 
@@ -128,7 +130,7 @@ def make_model(name: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # large weights, so that the text depends on everything that a token attends to
         for weight, values in model.named_parameters():
-            if values.dim() >= 2 and name not in HYBRIDS:
+            if values.dim() >= 2 and name.removesuffix("_wide") not in HYBRIDS:
                 torch.nn.init.normal_(values, std=1.0 if "embed" in weight else 1.6 / values.shape[-1] ** 0.5)
             elif values.dim() == 2:
                 torch.nn.init.normal_(values, std=1.0 if "embed" in weight else 1.5 / values.shape[-1] ** 0.5)

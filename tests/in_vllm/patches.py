@@ -53,28 +53,30 @@ def give_mamba2_its_states() -> None:
             states.append(state)
         return torch.cat(states)
 
-    def store(
-        checkpoints: Any,
-        chunk_of: Any,
-        x: Any,
-        conv_state: Any,
-        chunk_states: Any,
-        ssm_state: Any,
-        starts: Any,
-        *,
-        state_len: int,
-    ) -> None:
-        for row in range(chunk_of.numel()):
-            offset = int(checkpoints.checkpoint_offsets[row])
-            if offset > 0:
-                block, end = int(checkpoints.state_indices[row]), int(starts[row]) + offset
-                conv_state[block, :, :state_len] = x[:, end - state_len : end]
-                ssm_state[block] = chunk_states[int(chunk_of[row])]
-
-    mamba_mixer2.store_prefill_checkpoint = store
+    mamba_mixer2.store_prefill_checkpoint = _store
     mamba_ssm._mamba_chunk_scan_combined_fwd_cpu = scan
     if hasattr(ssd_combined, "_mamba_chunk_scan_combined_fwd"):
         ssd_combined._mamba_chunk_scan_combined_fwd = scan
+
+
+def _store(
+    checkpoints: Any,
+    chunk_of: Any,
+    x: Any,
+    conv_state: Any,
+    chunk_states: Any,
+    ssm_state: Any,
+    starts: Any,
+    *,
+    state_len: int,
+) -> None:
+    """What vLLM's kernel for GPUs stores: the state at the end of a chunk, and the inputs before it."""
+    for row in range(chunk_of.numel()):
+        offset = int(checkpoints.checkpoint_offsets[row])
+        if offset > 0:
+            block, end = int(checkpoints.state_indices[row]), int(starts[row]) + offset
+            conv_state[block, :, :state_len] = x[:, end - state_len : end]
+            ssm_state[block] = chunk_states[int(chunk_of[row])]
 
 
 def do_without_torchvision() -> None:

@@ -149,15 +149,19 @@ def test_an_aborted_load_gives_everything_back():
     engine.check()
 
 
-def test_an_abort_of_a_load_that_hangs_does_not_wait_for_it():
-    engine = pushed_out()
-    free = len(engine.pool.free)
+def aborted_while_its_load_hangs(engine):
     never(engine)
     loading(engine)
     engine.abort("again")
     for _ in range(12):
         engine.step()
     assert engine.requests == {}
+
+
+def test_an_abort_of_a_load_that_hangs_does_not_wait_for_it():
+    engine = pushed_out()
+    free = len(engine.pool.free)
+    aborted_while_its_load_hangs(engine)
     end_all(engine)
     engine.step()
     engine.step()
@@ -370,12 +374,7 @@ def test_an_idle_engine_looks_after_a_load_that_it_has_given_up():
     engine, now = pushed_out(), [100.0]
     inside.vllm_clock(engine.connector, lambda: now[0])
     free = len(engine.pool.free)
-    never(engine)
-    loading(engine)
-    engine.abort("again")
-    for _ in range(12):
-        engine.step()
-    assert engine.requests == {}
+    aborted_while_its_load_hangs(engine)
     assert len(engine.pool.free) < free
     engine.settle()
     assert len(engine.pool.free) < free, "nothing to do for the moment"

@@ -15,8 +15,10 @@ from remote.fake_backend import FakeBackend, Shared
 from integrations.fake_vllm import FakeEngine, stems
 from integrations.fake_worker import TICK_S, connector_module
 from kvtier import ConfigError
+from kvtier.integrations.vllm.geometry import keys_of
 from kvtier.integrations.vllm.settings import SECRET_VARIABLE, Settings
 from kvtier.integrations.vllm.stats import COUNTERS, GAUGES
+from kvtier.remote.names import parse
 from kvtier.testing import Faults
 
 UNKIND = Faults(fail=0.04, tear=0.03, corrupt=0.02, lose=0.02, max_delay_s=5.0)
@@ -94,6 +96,58 @@ def test_vllm_is_told_which_tokens_of_a_hit_came_from_the_store(made: Made, uri,
     begin, whole, again = pushed_out
     assert (begin, again) == (32, whole) and whole > 48
     assert engine.hits == {source: whole, "host": begin + again}, "by then the host had it"
+
+
+@pytest.mark.parametrize("kinds", [("full",), ("window", "full"), KINDS, ("state", "full")], ids=str)
+def test_events_tell_which_blocks_lie_in_the_remote(made: Made, monkeypatch: pytest.MonkeyPatch, kinds):
+    """Of the engine that puts them there, and of one that is told so; after a reset there are none."""
+    monkeypatch.setattr("kvtier.integrations.vllm.events.PERIOD_S", 0.0)
+    for number in range(2):
+        engine, there, can_be = made.engine(kinds, settings={"events": True}), set[tuple[int, bytes]](), {}
+        step_of(engine, monkeypatch, there)
+        for text in (TEXT, [*TEXT[:40], *range(50, 79)], TEXT):
+            request = engine.serve(text)
+            engine.settle()
+            can_be |= objects_of(engine, request.block_hashes)
+        names = [parse(name) for name in made.shared.objects]
+        stored = {block for name in names for block in can_be.get((name.kind, name.key), ())}
+        assert there == stored if number == 0 else there and there <= stored
+        engine.reset()
+        follow_events(engine, there)
+        assert there == set()
+
+
+def objects_of(engine: FakeEngine, hashes: list[bytes]) -> dict[tuple[str, bytes], set[tuple[int, bytes]]]:
+    """Blocks, (group, hash), of all objects of a text, by name."""
+    plan, keys, found = engine.books.remote.plan, keys_of(hashes, 0, 1), {}
+    for n in range(plan.unit, len(keys) * plan.link + 1, plan.unit):
+        objects, whole = plan.of_hit(keys, n), {one[:16]: one for one in hashes}
+        for k, name in enumerate(objects.names):
+            mine = objects.of == k
+            blocks = zip(objects.groups[mine].tolist(), objects.keys[mine], strict=True)
+            found[name] = {(g, whole[key.tobytes()]) for g, key in blocks}
+    return found
+
+
+def step_of(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, there: set[tuple[int, bytes]]) -> None:
+    """Asks for events in each step, as vLLM does."""
+    step = engine.step
+
+    def step_and_ask() -> None:
+        step()
+        follow_events(engine, there)
+
+    monkeypatch.setattr(engine, "step", step_and_ask)
+
+
+def follow_events(engine: FakeEngine, there: set[tuple[int, bytes]]) -> None:
+    """Brings ``there``, (group, hash) of what lies in the remote, up to date."""
+    for event in engine.connector.take_events():
+        if event.medium == "STORAGE":
+            blocks = {(event.group_idx, one) for one in event.block_hashes}
+            is_stored = type(event).__name__ == "BlockStored"
+            assert not there & blocks if is_stored else blocks <= there
+            there ^= blocks
 
 
 def test_a_reset_turns_the_store_off(made: Made):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +80,19 @@ def stored_states(engine: FakeEngine) -> int:
     return sum(pool.cached for name, pool in stats.items() if "state" in name)
 
 
+def offering(engine: FakeEngine, change: Callable[[list[Any]], list[Any]]) -> None:
+    """From now on vLLM offers what ``change`` makes of the (group, block, end) that it would offer."""
+    output = engine.output
+
+    def changed(*given: Any) -> Any:
+        found = output(*given)
+        state = found.kv_connector_block_state
+        state.boundary_state_offloads = {name: change(each) for name, each in state.boundary_state_offloads.items()}
+        return found
+
+    engine.output = changed
+
+
 def test_states_are_taken_from_what_vllm_offers_and_from_nowhere_else():
     engine, _ = served()
     assert stored_states(engine) == 2, "one of each group, at the prompt's last boundary"
@@ -95,17 +109,7 @@ def test_states_are_taken_from_what_vllm_offers_and_from_nowhere_else():
 
 def test_a_state_of_one_group_alone_is_no_hit():
     engine, text = served()
-    output = engine.output
-
-    def without_group_1(*given: Any) -> Any:
-        found = output(*given)
-        state = found.kv_connector_block_state
-        state.boundary_state_offloads = {
-            name: [offer for offer in offers if offer[0] != 1] for name, offers in state.boundary_state_offloads.items()
-        }
-        return found
-
-    engine.output = without_group_1
+    offering(engine, lambda offers: [offer for offer in offers if offer[0] != 1])
     other = [n + 1 for n in text]
     engine.serve(other)
     engine.settle()
@@ -118,16 +122,7 @@ def test_a_state_of_one_group_alone_is_no_hit():
 
 def test_offers_of_finer_boundaries_and_of_vllms_null_block_are_left_alone():
     engine, text = served()
-    output = engine.output
-
-    def with_others(*given: Any) -> Any:
-        found = output(*given)
-        state = found.kv_connector_block_state
-        for name, offers in state.boundary_state_offloads.items():
-            state.boundary_state_offloads[name] = [(g, block, end + 1) for g, block, end in offers] + [(0, 0, 56)]
-        return found
-
-    engine.output = with_others
+    offering(engine, lambda offers: [*((g, block, end + 1) for g, block, end in offers), (0, 0, 56)])
     engine.serve([n + 1 for n in text])
     engine.settle()
     assert stored_states(engine) == 2

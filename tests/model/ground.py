@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,17 +37,24 @@ from kvtier.cpu_offload.engines import CopyEngine
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction, TransferState
 from kvtier.geometry import layout
+from kvtier.geometry.kinds import Attention
 from kvtier.gpu_pool import block_table
 from kvtier.gpu_pool.row_state import Phase
 from kvtier.remote.moves import SeekState
 from kvtier.testing import CanaryEngine, Faults, SimulatedDevice, canary_spec
+from kvtier.testing.oracle import STATE
 
 from .elsewhere import NAMES
 from .metrics import JOURNAL, Metrics, findable
 from .played_backend import PlayedBackend, Shelf, least_bytes
 from .preemptions import Preemption
 
-KINDS = {"full": FullAttention, "window": SlidingWindow, "chunk": ChunkedLocal}
+KINDS: dict[str, Callable[[int], Attention]] = {
+    "full": lambda span: FullAttention(),
+    "window": SlidingWindow,
+    "chunk": ChunkedLocal,
+    "state": lambda span: STATE,
+}
 STEMS = [[(7 * i + 31 * stem) % 89 for i in range(64)] for stem in range(3)]
 SALTS: list[dict[str, Any]] = [
     {},
@@ -121,10 +129,7 @@ class Ground:
     def _open(self) -> None:
         c = self.config
         spec = canary_spec(
-            {
-                name: (KINDS[kind]() if kind == "full" else KINDS[kind](span), block_tokens)
-                for name, (kind, span, block_tokens, _, _) in c.groups.items()
-            },
+            {name: (KINDS[kind](span), block_tokens) for name, (kind, span, block_tokens, _, _) in c.groups.items()},
             num_layers=dict(zip(c.groups, c.layers if c.slabs else (1,) * len(c.groups), strict=False)),
         )
         # Without a host tier nothing tells a cache of the device: blocks move at once, so forwards run at once too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,10 +46,13 @@ def random_config(rnd: random.Random, seed: int, has_remote: bool | None = None)
     kinds = rnd.choice(
         [["full", "window", "chunk"]] * 4
         + [["full"], ["full", "window"], ["chunk", "window"], ["full", "full", "window"]]
+        + [["full", "state"], ["state"], ["full", "window", "state"], ["full", "state", "state"]]
     )
     sizes = rnd.choice([(2,), (4,), (2, 4), (2, 4), (3, 2, 6)])
     for i, kind in enumerate(kinds):
         bt = rnd.choice(sizes)
+        if kind == "state" and groups:  # they come last: kept where hits end
+            bt = math.lcm(*(group[2] for group in groups.values()))
         span = rnd.choice([1, 2, 3, 5, 8]) if kind == "window" else bt * rnd.choice([1, 2, 3])
         host = rnd.randint(*rnd.choice([(1, 6), (6, 20), (20, 60)]))
         host = max(host, rnd.choice([0, 30, 60])) if objects is not None else host

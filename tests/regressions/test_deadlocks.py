@@ -67,15 +67,21 @@ def test_two_parked_loads_on_twelve_blocks(make_serving, engine):
     assert serving.finished["B1"].cached_tokens["host"] == 16
 
 
-@pytest.mark.parametrize("priority", [0, -1])
-def test_a_finished_load_is_not_stranded_behind_a_head_that_does_not_fit(make_serving, priority):
-    """270 blocks; L: 4,080 tokens, 4,000 of them loaded; H: 1,600 tokens, holds nothing; W: 160 tokens."""
+def that_loads_a_long_prompt(make_serving):
+    """270 blocks; L: 4,080 tokens, 4,000 of them are being loaded."""
     serving = meta_serving(make_serving, 270, 600)
     long = prompt(1, 4080)
     on_host(serving, "L", long[:4001], 4300)
     serving.engine.hold = {LOAD}
     serving.add("L", long, 16)
     serving.step()
+    return serving
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_a_finished_load_is_not_stranded_behind_a_head_that_does_not_fit(make_serving, priority):
+    """H: 1,600 tokens, holds nothing; W: 160 tokens."""
+    serving = that_loads_a_long_prompt(make_serving)
     serving.add("H", prompt(2, 1600), 4, priority=priority)
     serving.add("W", prompt(3, 160), 4)
     serving.step()
@@ -86,12 +92,7 @@ def test_a_finished_load_is_not_stranded_behind_a_head_that_does_not_fit(make_se
 
 
 def test_a_failed_load_is_not_stranded_behind_a_head_that_does_not_fit(make_serving):
-    serving = meta_serving(make_serving, 270, 600)
-    long = prompt(1, 4080)
-    on_host(serving, "L", long[:4001], 4300)
-    serving.engine.hold = {LOAD}
-    serving.add("L", long, 16)
-    serving.step()
+    serving = that_loads_a_long_prompt(make_serving)
     serving.add("H", prompt(2, 1600), 4)
     serving.engine.end(error="no link")
     serving.engine.hold = set()

@@ -337,21 +337,7 @@ def test_random_engines_that_share_a_store_never_read_what_was_not_written(make,
             for each in pair:
                 for one in each.engines:
                     one.end_lost()
-        if len(mine) < 3 and min(map(len, engine.free)) > 60:
-            text = rnd.choice(texts)
-            tokens = [*text[: rnd.randrange(4, len(text) + 1)], *(rnd.randrange(1000) for _ in range(rnd.randrange(6)))]
-            mine.append(engine.begin(tokens, mine))
-            if rnd.random() < 0.3 and len(tokens) < 40:
-                texts[rnd.randrange(4)] = tokens
-        engine.poll(mine)
-        for seq in [s for s in mine if s.ticket is None]:
-            engine.compute(seq, min(len(seq.tokens), seq.done + rnd.randrange(1, 12)))
-            if seq.done == len(seq.tokens):
-                mine.remove(seq)
-                engine.leave(seq)
-        if rnd.random() < 0.002:
-            engine.tier.reset()
-        engine.check()
+        engine.turn(rnd, mine, texts, reset=0.002)
     assert [engine.wrong for engine in pair] == [0, 0]
     assert sum(engine.stats.spilled_objects for engine in pair) > 0
     assert bad or faults is UNKIND or sum(engine.stats.fetched_objects for engine in pair) > 0

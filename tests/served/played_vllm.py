@@ -21,6 +21,8 @@ from typing import Any
 
 BLOCK = 16
 ROOMY = 2_000
+HYBRID = "played-hybrid"
+"""A model with recurrent states."""
 VOCAB, MAX_MODEL_LEN = 500, 8_192
 FAULTS = (
     "noise",  # other bytes than were stored
@@ -107,7 +109,9 @@ class LLMEngine:
         self._has_connector = config is not None
         self._blocks = args.num_gpu_blocks_override or ROOMY
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=f"torch.{args.dtype}"),
+            model_config=SimpleNamespace(
+                dtype=f"torch.{args.dtype}", is_hybrid=args.model == HYBRID, is_attention_free=False
+            ),
             cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=self._blocks),
         )
         self._loggers = [make(self.vllm_config, 0) for make in loggers]

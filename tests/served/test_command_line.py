@@ -216,7 +216,7 @@ def test_completion_is_asked_only_when_a_shell_asks(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
-    pytest.importorskip("argcomplete", reason="argcomplete is not installed; pip install 'kvtier[completion]'")
+    pytest.importorskip("argcomplete", reason="argcomplete is not installed; `make test` installs it")
     line = "kvtier serve --device-m"
     out = tmp_path / "out"
     env = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}

@@ -5,12 +5,9 @@ What is not rehearsed: CUDA's events, the capture of its graphs, and what the GP
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -77,23 +74,14 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 
 @pytest.fixture
-def flash_stage(stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Stage]:
+def flash_stage(stage: Stage, flashinfer: Any) -> Stage:
     """The same over FlashInfer's own Python, with stand-in kernels and graphs."""
-    if importlib.util.find_spec("flashinfer") is None:
-        if os.environ.get("KVTIER_NEED_FLASHINFER"):
-            raise ModuleNotFoundError("CI runs these tests: `make test` installs flashinfer-python")
-        pytest.skip("flashinfer-python is not installed; `make test` installs what these tests need")
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    from attention.flashinfer_standin import on_a_late_stream
-
-    with on_a_late_stream(monkeypatch) as gpu:
-        gpu.late = False
-        yield replace(
-            stage,
-            capture=lambda: CpuGraphs(gpu),
-            dtype=torch.float16,
-            backend=lambda: FlashInfer("cpu", workspace_bytes=1 << 10, check_indices=True),
-        )
+    return replace(
+        stage,
+        capture=lambda: CpuGraphs(flashinfer),
+        dtype=torch.float16,
+        backend=lambda: FlashInfer("cpu", workspace_bytes=1 << 10, check_indices=True),
+    )
 
 
 def named(figures: Iterable[Figure]) -> dict[str, Figure]:

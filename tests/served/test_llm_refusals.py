@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import kvtier
 from kvtier import AttentionUnavailable, ConfigError, InvalidRequest, MemoryUnavailable, RequestTooLarge
-from runner import LLM, ModelLoadError, SamplingParams
+from runner import LLM, AsyncLLM, ModelLoadError, SamplingParams
 from runner.engine import foreign, memory, options
 from runner.model import checkpoint
 from runner.model.hybrid import HybridModel
@@ -252,6 +254,17 @@ def test_what_is_no_name_of_a_model_is_refused(nothing: Any) -> None:
     for read in (LLM, checkpoint.find_config, checkpoint.find_folder):
         with pytest.raises(ModelLoadError, match="a model is given as a folder or a hub id"):
             read(nothing)
+
+
+@pytest.mark.parametrize("engine", [LLM, AsyncLLM])
+def test_an_engine_without_a_model_names_the_argument_and_a_model_that_is_there(engine: type[LLM]) -> None:
+    told = rf"^{engine.__name__} needs the argument model: .*the bundled demo model's folder is (kvtier[\w.]*)\(\)$"
+    with pytest.raises(ModelLoadError, match=told) as refused:
+        engine(device="cpu")
+    named = re.search(told, str(refused.value))
+    assert named is not None
+    assert named[1] == "kvtier.needle.weights_path"
+    assert kvtier.needle.weights_path() == weights_path()
 
 
 @pytest.mark.parametrize(

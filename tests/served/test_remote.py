@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from breadth import sample
+from rich.console import Console
 
 from kvtier import ConfigError
 from kvtier.remote.keeper.shelf import open_shelf
@@ -18,6 +19,8 @@ from kvtier.remote.keeper.upkeep import contents
 from runner import LLM, SamplingParams, needle
 from runner.cli import main
 from runner.commands import serve
+from runner.demo.shared import Answered, Report
+from runner.demo.show_shared import show
 from runner.needle.prompts import make_prompt
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
@@ -207,3 +210,8 @@ def test_the_demo_kills_an_engine_and_finds_its_blocks_again(capsys, monkeypatch
     assert main(["demo", "--shared", "--tokens", "1500", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [one["cached"].get("remote", 0) > 1400 for one in report["answers"]] == [False, True, True, False, True]
+    long = [Answered(**one | {"ttft_s": 100.0, "tokens": 90_112}) for one in report["answers"]]
+    console = Console(width=80, record=True)
+    show(Report(90_112, "a folder", long, True), console)
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert sum("100.00" in row and "A" in row for row in rows) == 3, "a table, not a line for each value"

@@ -66,7 +66,10 @@ def only(result: Report, name: str) -> Result:
 
 def test_the_bundled_model_passes_and_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--tokens", "300", *SMALL_ARGUMENTS[2:], "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    told = [line for line in err.splitlines() if " of " in line]
+    assert (len(told), told[0]) == (2 + len(BY_NAME), f"cold (0 of {2 + len(BY_NAME)})"), "there is no bar here"
+    report = json.loads(out)
     assert report["ok"] and report["repeats"]
     assert [r["name"] for r in report["results"]] == ["cold", "cold again", *BY_NAME]
     assert {r["status"] for r in report["results"]} == {"equal"}

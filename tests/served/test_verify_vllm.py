@@ -287,6 +287,17 @@ def test_what_cannot_run_ends_with_status_2_and_the_fix(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("played")
+def test_with_states_the_prompts_of_preempted_requests_have_a_block(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of generated text there are no states to come back to."""
+    few = ["verify", "--engine", "vllm", "--prompts", "8", "--tokens"]
+    assert main([*few, "311", "--model", "played"]) == 0
+    assert main([*few, "311", "--model", played_vllm.HYBRID]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "too short for blocks of 16 with recurrent states: use --tokens 312 or more" in said
+    assert main([*few, "312", "--model", played_vllm.HYBRID]) == 0
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '"KvtierConnector"'])
 def test_what_is_no_json_object_ends_with_status_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -165,8 +165,8 @@ class Claims:
         return there
 
     def _go_down(self, run: Run) -> set[Run]:
-        """From what was found: what is complete, and how long the ends in local groups are. Returns the followers that
-        this concerns."""
+        """Works out from what was found what is complete, and how long the ends in local groups are. Returns the
+        followers that this concerns."""
         after, at, n = run.after, run.at, len(run)
         complete = np.full(n, after is None or bool(after.complete[at]))
         on_device = np.full(n, after is None or bool(after.on_device[at]))
@@ -184,7 +184,7 @@ class Claims:
         return {follower for follower in run.followers if differs[follower.at]}
 
     def _go_up(self, run: Run) -> None:
-        """From what is complete, and from the runs that follow: at which blocks hits end, or pass."""
+        """Works out at which blocks hits end or pass, from what is complete and from the runs that follow."""
         live = run.complete.copy()
         for k, needs in enumerate(self._needs):
             live &= run.runs[k] >= needs.of(run.start, run.start + len(run))

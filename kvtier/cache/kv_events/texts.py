@@ -77,9 +77,9 @@ class Run:
         self.big = np.zeros(n, bool)
         """Whether all full-attention blocks up to here that are objects by themselves are there, or here."""
         self.big_runs = np.zeros((num_big_local, n), np.int64)
-        """As ``runs``, for groups whose blocks are objects by themselves: in the remote or here."""
+        """The same as ``runs``, for groups whose blocks are objects by themselves: in the remote or here."""
         self.signs: list[npt.NDArray[np.bool_]] = []
-        """For each of these groups, whether the remote has each block of a window before the run, and of its own."""
+        """Whether the remote has each block of a window before the run, and of its own, for each of these groups."""
         self.by_remote = np.zeros(n, bool)
         """Whether the remote allows a hit that ends here."""
         self.live = np.zeros(n, bool)

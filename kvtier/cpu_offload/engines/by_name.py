@@ -17,7 +17,7 @@ MakesEngine = Callable[[TierMemory], CopyEngine]
 """A user's copy engine: an ``EngineFactory``, or any function that makes a ``CopyEngine``."""
 
 ENGINES: dict[str, MakesEngine] = {"threads": ThreadsEngine, "simulated": SimulatedEngine, "null": NullEngine}
-"""For arenas that the CPU can address; see ``kvtier.cpu_offload.engines``."""
+"""The engines for arenas that the CPU can address; see ``kvtier.cpu_offload.engines``."""
 CUDA = "cuda"
 """The engine's name on a GPU."""
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from kvtier.machine.stats import RemoteStats
 
 Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Of each text of a step: how many it computes, and up to which."""
+"""How many tokens each text of a step computes, and up to which."""
 
 logger = logging.getLogger("vllm.kvtier")
 
 MOST_STEPS = 8
 """That are under way at once; vLLM has two."""
 FACTS_S = 5.0
-"""For the workers' first reports; then steps go on without the remote."""
+"""The workers' first reports are waited for so long; then steps go on without the remote."""
 
 
 class RemoteSide:
@@ -115,7 +115,7 @@ class RemoteSide:
         self._ended_s = now
 
     def counters(self) -> dict[str, int]:
-        """So far, by the names in ``stats``."""
+        """The counts so far, by the names in ``stats``."""
         counts = self._books.remote_counts
         return {} if counts is None else {name: getattr(counts, own) for name, own in self._counters}
 

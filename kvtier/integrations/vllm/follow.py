@@ -56,7 +56,7 @@ class TrackedRequest:
         self.local = 0
         """Tokens that vLLM's own prefix cache has brought."""
         self.from_remote = 0
-        """Of its last hit: tokens that the remote tier has brought for it."""
+        """Tokens of its last hit that the remote tier has brought for it."""
         self.end = 0
         """Tokens with KV on the device, or in the step that is being planned."""
         self.told = 0
@@ -90,10 +90,9 @@ class TrackedRequest:
             self._num_keys = count
         return self._text
 
-    def hashes_since(self, tokens: int) -> Sequence[bytes]:
-        """vLLM's hashes of the blocks behind ``tokens``."""
-        hashes: Sequence[bytes] = self.request.block_hashes
-        return hashes[tokens // self._books.hash_tokens * self._stride :]
+    def hashes_since(self, tokens: int) -> tuple[Sequence[bytes], int]:
+        """vLLM's hashes of its blocks, and the number of the first one behind ``tokens``."""
+        return self.request.block_hashes, tokens // self._books.hash_tokens * self._stride
 
     def place(self, blocks: Sequence[Sequence[int]]) -> None:
         """Its whole table, by group."""

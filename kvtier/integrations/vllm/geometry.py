@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GPU_WORD = 16
 """Bytes: what a GPU's copies come in."""
 HASH_BYTES = 16
-"""Of vLLM's block hashes: a key of 128 bits."""
+"""Bytes of vLLM's block hashes: a key of 128 bits."""
 
 REASONS = {
     "CrossAttentionSpec": "attends to an encoder",
@@ -118,7 +118,7 @@ def geometry_of(config: Any) -> Geometry:
 
 
 def check_finer_hashes(hash_tokens: int, block_tokens: int) -> None:
-    """Of models with states. Raises ``UnsupportedModel`` if vLLM keeps states within blocks (ADR 46)."""
+    """Raises ``UnsupportedModel`` if vLLM keeps a model's states within blocks (ADR 46)."""
     if hash_tokens != block_tokens:
         raise UnsupportedModel(
             f"vLLM matches prefixes every {hash_tokens} tokens, finer than its blocks of {block_tokens}, and then "

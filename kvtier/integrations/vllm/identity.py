@@ -31,7 +31,7 @@ READS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai
 HASHES = ("sha256", "sha256_cbor")
 """Block hashes that are the same in every process, and that nobody can forge."""
 FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "*processor*.json", "*quant*.json")
-"""Of a model's folder: its weights, code, making of images, and quantization."""
+"""Files of a model's folder: its weights, code, making of images, and quantization."""
 
 
 def check_engine(config: Any) -> str:

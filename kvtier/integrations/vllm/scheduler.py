@@ -82,7 +82,10 @@ class SchedulerSide:
         self._void: set[int] = set()  # loads that a reset has outdated: not told to the workers yet
         self._targets: list[tuple[Ids, Ids]] = []  # (groups, blocks) that its loads write
         self._placed: set[str] = set()  # requests that were given their blocks since the last step
-        self._events = BlockEvents(self.books, [g.block_tokens for g in geometry.groups]) if with_events else None
+        self._events: BlockEvents | None = None
+        if with_events:
+            tokens = [group.block_tokens for group in geometry.groups]
+            self._events = BlockEvents(self.books, tokens, geometry.hashes_per_key)
         self._waits = {"waits_for_stores": 0, "waits_given_up": 0}
         self._behind: RemoteSide | None = None
         self._clock = time.monotonic
@@ -152,6 +155,8 @@ class SchedulerSide:
     def _follow(self, request: Any) -> TrackedRequest:
         if request.request_id not in self._followed:
             self._followed[request.request_id] = TrackedRequest(self.books, request, self._geometry.hashes_per_key)
+            if self._events is not None and self._behind is not None:
+                self._events.name(request.block_hashes)  # of what the remote may say that it has
         return self._followed[request.request_id]
 
     def _load(self, follow: TrackedRequest, num_tokens: int) -> None:
@@ -267,8 +272,8 @@ class SchedulerSide:
         self._tell(follow, blocks_of, boundary + is_end, is_end)
 
     def _pass_state(self, follow: TrackedRequest, end: int) -> None:
-        """The step computes tokens up to ``end``. If it comes by the prompt's last boundary, and no state was left
-        there, the device has found it: what the host tier has of the prompt was used."""
+        """The step computes tokens up to ``end``. If it passes the prompt's last boundary, where no state was left, the
+        device had one: what the host tier has of the prompt was used."""
         last = self._last_boundary(follow)
         follow.due = last + 1 if end <= last else NEVER
         if follow.last_state < last < end:
@@ -316,7 +321,7 @@ class SchedulerSide:
     def _tell(self, follow: TrackedRequest, blocks_of: BlocksOf, end: int, is_end: bool) -> None:
         if self._stores and end > 0 and not follow.is_wrong:
             if self._events is not None:
-                self._events.name(follow.hashes_since(follow.told))
+                self._events.name(*follow.hashes_since(follow.told))
             follow.told = end
             follow.text().computed_by(blocks_of, end, is_end)
 

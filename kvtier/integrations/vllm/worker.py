@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtier.integrations.vllm.settings import Settings
 
 IDLE_WAIT_S = 0.004
-"""Of an empty step with copies under way: no request that arrives waits longer for it."""
+"""An empty step with copies under way waits so long: no request that arrives waits longer for it."""
 
 
 class WorkerSide:

@@ -14,13 +14,13 @@ from numba.extending import intrinsic, overload
 
 HEADS = 4
 KEYS = 8
-"""Of one call: so many sums are under way at the same time that no unit of the processor waits for another."""
+"""Keys of one call: so many sums are under way at the same time that no unit of the processor waits for another."""
 
 
 def chains(out: Any, query: Any, q: Any, keys: Any, places: Any, at: Any, dim: Any) -> None:
     """In a compiled loop: ``out`` [KEYS * HEADS] of 8 keys and 4 heads, all arrays float32 but int64 ``places``.
 
-    out[4 j + h] is the sum over i < dim of query[q + 4 i + h] * keys[places[at + j] + i], from i = 0 on.
+    out[4 j + h] sums query[q + 4 i + h] * keys[places[at + j] + i] over i < dim, from i = 0 on.
     """
     for j in range(KEYS):
         for h in range(HEADS):

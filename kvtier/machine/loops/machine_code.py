@@ -171,7 +171,7 @@ class Keeper(_Cache):
     """numba's cache of one loop: asked before a compilation, told after it."""
 
     before_compiling: Callable[[], None] | None = None
-    """For all keepers: called for a loop without kept code, which may be kept afterwards."""
+    """Called by every keeper for a loop without kept code, which may be kept afterwards."""
 
     def __init__(self, dispatcher: Any) -> None:
         function = dispatcher.py_func

@@ -62,7 +62,7 @@ class Skipped:
         self.first = self.first or reason_of(problem)
 
     def note_unremoved(self, problem: BaseException, count: int = 1) -> None:
-        """So many more, for this reason."""
+        """Counts so many more, and keeps the first reason."""
         self.unremoved += count
         self.first = self.first or reason_of(problem)
 

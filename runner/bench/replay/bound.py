@@ -17,9 +17,9 @@ class Whole(NamedTuple):
     sessions: int
     prompt_tokens: int
     found_tokens: int
-    """Of them, tokens in full blocks that an earlier text begins with, but for each prompt's last token."""
+    """Prompt tokens in full blocks that an earlier text begins with, but for each prompt's last token."""
     distinct_tokens: int
-    """In different full blocks of all texts."""
+    """Tokens in different full blocks of all texts."""
 
     @property
     def rate(self) -> float:

@@ -23,7 +23,7 @@ class Found:
     prompt_tokens: int = 0
     tiers: dict[str, int] = field(default_factory=lambda: {"device": 0, "host": 0})
     computed_tokens: int = 0
-    """Of prompts and of answers, by all steps. What a preempted request computes again counts again."""
+    """Tokens of prompts and of answers, by all steps. What a preempted request computes again counts again."""
     preemptions: int = 0
     too_large: int = 0
     """Requests that can never fit this memory; nothing of them is found."""

@@ -24,7 +24,7 @@ from runner.model.exact.products import Weights, bmm, callers, exactly, needs_it
 from runner.model.selfcheck import scratch_cache, step_of
 
 _ROWS = 401, 101, 64, 13, 7, 3, 1, 1
-"""Of the steps that the text is cut into: at its end a new split of attention (``SPLIT``) is seen by few queries."""
+"""Rows of the steps that the text is cut into: at its end few queries see a new split of attention (``SPLIT``)."""
 _LEAST = 5
 """Rows that a step keeps however large the model is."""
 _BESIDE = 30, 5

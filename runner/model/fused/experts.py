@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _TOKENS = 1, 7
-"""Of the trial's first steps. The last has so many that larger tiles are tried."""
+"""Tokens of the trial's first steps. The last has so many that larger tiles are tried."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Of the difference's RMS, relative."""
+"""The most that the RMS of a difference may be, relative."""
 
 
 def is_one(module: nn.Module) -> bool:

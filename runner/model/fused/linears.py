@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the difference's RMS, relative: sums of other orders."""
+"""The most that the RMS of a difference may be, relative: sums have other orders."""
 _ROWS = 1, 3, 17
-"""Of the trial."""
+"""Rows of the trial's steps."""
 _PACKED_FOR = 64
 """Rows that oneDNN chooses the layout for."""
 _FASTER = 0.9
-"""Of MKL's time: from there on a packed copy is worth its while."""
+"""A packed copy is worth its while if it takes at most this share of MKL's time."""
 _TRIED = 32, 640, 2048
 """Rows, columns and inner size of the trial of speed."""
-_REPEATS = 7
+_REPEATS = 15
 
 
 def is_one(module: nn.Module, exact: bool = False) -> bool:
@@ -83,7 +83,8 @@ def is_faster() -> bool:
     x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
     try:
         packed = pack(weight)
-        return _least_s(lambda: product(x, packed, None)) < _FASTER * _least_s(lambda: F.linear(x, weight))
+        ours, own = _least_s(lambda: product(x, packed, None), lambda: F.linear(x, weight))
+        return ours < _FASTER * own
     except (AttributeError, RuntimeError):  # a torch without oneDNN, or without these private operations
         return False
 
@@ -105,11 +106,12 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return operations._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _least_s(work: Callable[[], object]) -> float:
-    """CPU seconds of the shortest of some runs."""
-    least = float("inf")
+def _least_s(*works: Callable[[], object]) -> list[float]:
+    """CPU seconds of the shortest run of each. They take turns, so what else the machine does hinders both."""
+    least = [float("inf")] * len(works)
     for _ in range(_REPEATS):
-        begun = time.thread_time()
-        work()
-        least = min(least, time.thread_time() - begun)
+        for i, work in enumerate(works):
+            begun = time.thread_time()
+            work()
+            least[i] = min(least[i], time.thread_time() - begun)
     return least

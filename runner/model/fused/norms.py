@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of the difference's RMS, relative, on a GPU. On a CPU no bit may differ."""
+"""The most that the RMS of a difference may be on a GPU, relative. On a CPU no bit may differ."""
 _ROWS = 1, 3, 70
-"""Of the trial."""
+"""Rows of the trial's steps."""
 
 
 def is_one(module: nn.Module) -> bool:

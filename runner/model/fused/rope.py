@@ -17,9 +17,9 @@ from torch import Tensor, nn
 NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]
 _TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of the difference's RMS, relative."""
+"""The most that the RMS of a difference may be, relative."""
 _TOKENS, _HEADS, _KV_HEADS, _SIZE = 5, 4, 2, 64
-"""Of the trial."""
+"""Sizes of the trial."""
 
 
 def is_one(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from runner.model.fused import experts, linears, norms, rope
 _log = logging.getLogger("kvtier.fused")
 
 Maker = Callable[[Any], Callable[..., Tensor]]
-"""From a module to its fused forward."""
+"""Makes a module's fused forward."""
 
 
 def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[str, int]:

@@ -52,9 +52,9 @@ HOPPER = Cuts(
     (Tiles(16, 64, 128, 4, 4), Tiles(16, 128, 64, 8, 4)), (Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4))
 )
 SMALLER = Cuts((Tiles(16, 32, 64, 4, 4), Tiles(16, 64, 64, 4, 4)), (Tiles(64, 64, 32, 4, 3), Tiles(64, 128, 32, 4, 3)))
-"""For chips with less shared memory: at most 48 KiB are used."""
+"""The tiles for chips with less shared memory: at most 48 KiB are used."""
 MANY_ROWS = 8
-"""Of an expert on average: from there on larger tiles are as fast, and faster the more there are (H100)."""
+"""Rows of an expert, on average, from which on larger tiles are as fast, and faster the more there are (H100)."""
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class Meter:
         """Mean of the last steps."""
         self.error: GrammarFailed | None = None
         self.most_s = SLOW_S
-        """For one step."""
+        """The most time that one step may take."""
         self._spent_s = 0.0
         self.last_s: float | None = None
         """When the last step was."""

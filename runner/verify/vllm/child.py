@@ -106,10 +106,12 @@ def _run(order: Order, say: Say) -> None:
     else:
         plan, kv_bytes = Plan(**order.plan), order.kv_bytes or _LEAST_BYTES
     engine = VLLMEngine(order.arguments(plan, kv_bytes))
-    least = 4 * engine.facts.block_tokens
+    block_tokens, has_states = engine.facts.block_tokens, engine.facts.has_states
+    least = plan.least_tokens(block_tokens, has_states)
     if plan.longest < least:
+        states = " with recurrent states" if has_states else ""
         raise ValueError(
-            f"prompts of {plan.longest:,} tokens are too short for blocks of {engine.facts.block_tokens}: use --tokens "
+            f"prompts of {plan.longest:,} tokens are too short for blocks of {block_tokens}{states}: use --tokens "
             f"{least} or more, or smaller blocks (--block-size)"
         )
     say(facts=asdict(engine.facts))

@@ -85,6 +85,7 @@ class VLLMEngine:
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             block_tokens=int(config.cache_config.block_size),
             blocks=int(config.cache_config.num_gpu_blocks),
+            has_states=bool(config.model_config.is_hybrid or config.model_config.is_attention_free),
         )
 
     def serve(self, prompts: Prompts, new_tokens: int) -> Served:

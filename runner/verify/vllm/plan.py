@@ -58,6 +58,16 @@ class Plan:
         """The first half of a prompt, and a token more."""
         return self.prompts[name][: len(self.prompts[name]) // 2 + 1]
 
+    def least_tokens(self, block_tokens: int, has_states: bool) -> int:
+        """What ``--tokens`` must be for blocks of so many tokens.
+
+        Of generated text vLLM keeps no states: a preempted request comes back to its prompt's, which needs a block.
+        """
+        least = 4 * block_tokens
+        if has_states:
+            least = max(least, (block_tokens + 1) * len(self.crowd) + _STRIDE * len(self.prompts))
+        return least
+
     def _lengths(self) -> Iterator[tuple[int, int]]:
         yield from ((len(p), self.new_tokens) for p in self.prompts.values())
         yield from ((len(p), self.crowd_new_tokens) for p in self.crowd.values())

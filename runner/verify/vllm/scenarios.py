@@ -16,7 +16,7 @@ from runner.verify.vllm.plan import Plan
 from runner.verify.vllm.served import Engine, Happened, Served
 
 RAISED = "the engine raised"
-"""So begins the violation of an engine that serves no more."""
+"""The violation of an engine that serves no more begins so."""
 _RESET_S = 10.0
 """A reset is tried so long: copies may still hold blocks."""
 _SETTLE_S = 0.5

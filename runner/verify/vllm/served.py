@@ -86,12 +86,13 @@ class Served:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of an engine. ``blocks``: of its device pool."""
+    """Facts of an engine. ``blocks``: of its device pool. ``has_states``: whether layers keep recurrent states."""
 
     version: str
     dtype: str
     block_tokens: int
     blocks: int
+    has_states: bool = False
 
 
 class Engine(Protocol):

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from kvtier import ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.coordinator.keeping import Course, Keeping, Text
+from kvtier.coordinator.partings import SLACK, Partings
 from kvtier.geometry.kinds import Attention, Kind
 from kvtier.testing import canary_spec
 
@@ -155,6 +156,25 @@ def test_a_stem_whose_content_has_gone_is_named_again():
     keeping.begin(told.course, Text(told.keys, 380, 0, 0), lambda _: 1e9)
     assert keeping.parted(told.course, 0, 380) == [80]
     assert keeping.parted(told.course, 80, 380) == []
+
+
+def test_what_others_teach_of_partings_takes_nothing_from_what_stays(monkeypatch):
+    """All clients of a cache teach it; whatever it learns of partings, a text keeps the
+    boundaries that it would have kept."""
+
+    def story(reach: int) -> list[Course]:
+        monkeypatch.setattr(Partings, "reach", lambda self, slack_bytes: reach)
+        keeping = Keeping(SPEC.groups, UNIT, HASH)
+        first = turn(keeping, [1] * 380, 0, 20)
+        others = [turn(keeping, [k] * 200, 0, 4) for k in range(5, 12)]
+        again = turn(keeping, [*first.tokens, *([2] * 40)], 400, 8)
+        return [told.course for told in (first, *others, again)]
+
+    for alone, taught in zip(story(0), story(SLACK), strict=True):
+        assert taught.kept >= alone.kept
+        assert taught.gone_from >= alone.gone_from
+        check_kept(taught)
+    assert story(SLACK)[0].slack_from < story(0)[0].slack_from, "something was taught"
 
 
 def test_the_end_of_a_prompt_that_others_have_wanted_stays_though_such_ends_do_not_pay(monkeypatch):

@@ -82,8 +82,8 @@ def test_an_end_between_schedule_and_commit_acts_at_that_commit_without_the_samp
     serving.run()
 
 
-def test_an_end_that_comes_while_the_commit_ends_the_request_harms_nobody(make_serving):
-    """Another thread aborts after the commit has read its mail and before the request is reported."""
+def aborted_in_its_last_commit(make_serving):
+    """Another thread aborts A after the commit has read its mail and before the request is reported."""
     serving = make_serving(FULL)
     serving.add("A", prompt(0, 5), 1)
     coordinator = inside.coordinator(serving.cache)
@@ -91,19 +91,18 @@ def test_an_end_that_comes_while_the_commit_ends_the_request_harms_nobody(make_s
     coordinator.plan_stores = lambda: (serving.scheduler.abort("A"), plan_stores())
     serving.step()
     coordinator.plan_stores = plan_stores
+    return serving
+
+
+def test_an_end_that_comes_while_the_commit_ends_the_request_harms_nobody(make_serving):
+    serving = aborted_in_its_last_commit(make_serving)
     assert serving.finished["A"].finish_reason in ("length", "abort")
     serving.step()
     serving.serve("B", prompt(1, 5), 2)
 
 
 def test_an_end_for_an_old_request_does_not_hit_a_new_one_of_its_name(make_serving):
-    serving = make_serving(FULL)
-    serving.add("A", prompt(0, 5), 1)
-    coordinator = inside.coordinator(serving.cache)
-    plan_stores = coordinator.plan_stores
-    coordinator.plan_stores = lambda: (serving.scheduler.abort("A"), plan_stores())
-    serving.step()
-    coordinator.plan_stores = plan_stores
+    serving = aborted_in_its_last_commit(make_serving)
     assert serving.finished.pop("A").finish_reason in ("length", "abort")
     assert serving.serve("A", prompt(1, 5), 3).finish_reason == "length"
 

@@ -54,11 +54,30 @@ def test_a_reach_that_finds_a_few_more_is_not_kept_for_them() -> None:
 
 
 def test_few_texts_do_not_decide() -> None:
-    assert asked(16 * SLACK, 1, size=1.0).reach(1.0) in {0, 16 * SLACK}
+    assert asked(SLACK, 1).reach(200.0) == 0
+    assert asked(SLACK, 40).reach(200.0) == SLACK
     known = asked(0, 20)
     known.begin(100.0, is_new=False)
     known.find(100, 16 * SLACK, of_new=True)
     assert known.reach(20.0) == 0
+
+
+def test_what_parts_from_texts_that_are_not_new_needs_no_reach() -> None:
+    known = asked(0)
+    for _ in range(40):
+        known.begin(100.0, is_new=False)
+        known.find(100, SLACK, of_new=False)
+    assert known.reach(1.0) == 0
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    known = asked(SLACK, 40)
+    assert known.reach(5.0) == SLACK
+    for _ in range(500):
+        known.begin(100.0, is_new=True)
+        known.begin(100.0, is_new=False)
+        known.find(100, 0, of_new=True)
+    assert known.reach(5.0) == 0
 
 
 def test_windows_alone_have_a_reach() -> None:

@@ -207,7 +207,8 @@ def test_another_engine_tells_of_the_store_only_what_it_has_fetched_itself(store
     assert told.router.found["STORAGE"] == blocks(prompt(0, 50), 48)
 
 
-def test_what_is_known_to_be_gone_is_taken_back(stored: Make) -> None:
+def only_stored(stored: Make) -> tuple[Any, ToldOfRemote]:
+    """A cache whose one text lies in the store alone, and a router that knows it."""
     one: Any = stored()
     told = ToldOfRemote(one.cache)
     told.text(prompt(0, 50))
@@ -215,6 +216,11 @@ def test_what_is_known_to_be_gone_is_taken_back(stored: Make) -> None:
     forget_here(one)
     told.poll()
     assert told.router.found["STORAGE"]
+    return one, told
+
+
+def test_what_is_known_to_be_gone_is_taken_back(stored: Make) -> None:
+    one, told = only_stored(stored)
     stored.shared.objects.clear()  # type: ignore[attr-defined]
     one.store.hold = True
     one.add("again", prompt(0, 50), 1)
@@ -229,13 +235,7 @@ def test_what_is_known_to_be_gone_is_taken_back(stored: Make) -> None:
 
 @pytest.mark.parametrize("how", ["reset", "breaker"])
 def test_nothing_is_told_of_a_store_that_is_left_alone(stored: Make, how: str) -> None:
-    one: Any = stored()
-    told = ToldOfRemote(one.cache)
-    told.text(prompt(0, 50))
-    one.serve("a", prompt(0, 50), 1)
-    forget_here(one)
-    told.poll()
-    assert told.router.found["STORAGE"]
+    one, told = only_stored(stored)
     if how == "reset":
         one.cache.reset()
         one.serve("b", prompt(0, 50), 1)

@@ -99,7 +99,7 @@ MUTATIONS = (
         "I8 I19",
         "each store behind one that hangs takes a deadline, and its blocks out of circulation",
         "core/cpu_offload/stores_in_flight",
-        ("is_on", "self._last_overdue > self._last_ended", "False"),
+        ("stores_hang", "self._last_overdue > self._last_ended", "False"),
     ),
     mutation(
         "refused_stores_are_planned_again",

@@ -41,6 +41,24 @@ MUTATIONS = (
         ("Keeping.begin", "known.want(found[0])", "True"),
     ),
     mutation(
+        "host_tier_cuts_its_slabs_as_coarsely_as_a_device",
+        "I11",
+        "what a conversation wants goes with what others have left behind in its slab",
+        "core/host_tier",
+        ("plan._layout", "Layout.of_slabs(sizes, num_bytes, finer=FINER)", "Layout.of_slabs(sizes, num_bytes)"),
+    ),
+    mutation(
+        "host_tier_reckons_with_room_that_superseded_content_takes",
+        "I11",
+        "a round that nearly fits finds nothing, turn after turn",
+        "core/host_tier",
+        (
+            "HostText._begin",
+            "ROOM * parts.keeping.sizes.room(parts.pools, each)",
+            "parts.keeping.sizes.room(parts.pools, each)",
+        ),
+    ),
+    mutation(
         "manager_starts_on_a_prefix_that_is_still_coming",
         "I13",
         "a sequence reads blocks that a copy still writes",

@@ -13,6 +13,24 @@ MUTATIONS = (
         ("row_state.takes", "min(want - span[r, g, 1], np.int64(2)) + _partings(span, g, r, want)", "np.int64(2)"),
     ),
     mutation(
+        "no_state_stays_shortly_before_a_prompt_s_end",
+        "S4",
+        "who parts there computes all of a long text again",
+        "core/coordinator/shorts",
+        ("Keeping._keep_short", "course.told.add(course.short)", "pass"),
+    ),
+    mutation(
+        "states_of_earlier_turns_stay_until_they_are_old",
+        "S4",
+        "each conversation has several states that nobody goes on from",
+        "core/coordinator/shorts",
+        (
+            "Retention.cool_states",
+            "self._pools.release(groups[there], blocks[there], cold=True)",
+            "self._pools.release(groups[there], blocks[there])",
+        ),
+    ),
+    mutation(
         "state_is_cut_one_token_early",
         "S2",
         "a findable state lacks its last token",

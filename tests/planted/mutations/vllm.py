@@ -6,6 +6,20 @@ from ..mutation import mutation
 
 MUTATIONS = (
     mutation(
+        "vllm_takes_back_a_remote_block_that_another_object_has",
+        "I25",
+        "routers hear that a block is gone, or there twice",
+        "integrations/vllm_remote",
+        ("InRemote.take", "self._uses[block] == 0 or uses == 0", "True"),
+    ),
+    mutation(
+        "vllm_tells_of_the_remote_after_a_reset",
+        "I25",
+        "routers send requests to content that the engine does not ask for any more",
+        "integrations/vllm_remote",
+        ("InRemote.take", "not self._remote.is_on", "False"),
+    ),
+    mutation(
         "vllm_blocks_that_have_left_the_table_are_stored",
         "I13",
         "a window's key names what another request has written there since",

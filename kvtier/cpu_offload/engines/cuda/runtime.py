@@ -99,13 +99,13 @@ class CudaRuntime:
         self._lost = ""
         self._closed = False
         self.link_gbps: Mapping[Direction, float] = {}
-        """Of one long copy each way, once it was measured."""
+        """The speed of one long copy each way, once it was measured."""
         self.counts = {"transfers": 0, "blocks": 0, "copies": 0}
         self.submit_s = 0.0
         self._counting = threading.Lock()
 
     def bind_thread(self) -> None:
-        """For every thread that gives streams their copies."""
+        """Every thread that gives streams their copies calls this first."""
         self._api.bind_thread()
 
     # --- streams and events -----------------------------------------------------------------------

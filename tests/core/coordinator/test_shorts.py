@@ -1,0 +1,106 @@
+"""Which states of a text stay: one shortly before its prompt's end, and one at its own end."""
+
+from __future__ import annotations
+
+import inside
+import numpy as np
+import pytest
+
+from core.folding import Engine, text_of
+from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Part, RecurrentState, Request, Scheduler
+from kvtier.coordinator.keeping import SHORT, SHORT_PAYS
+
+TOKEN_BYTES = 16
+"""Of K and V."""
+PROMPT = 1000
+LAST = (PROMPT - 1) // 64 * 64
+
+
+def serving(state_bytes: int, host: bool = False) -> tuple[KVCache, Engine]:
+    parts = Part("conv0", (3,), "bfloat16"), Part("recurrent0", (state_bytes // 4 - 4,), "float32")
+    groups = [
+        GroupSpec("full", FullAttention(), 1, 1, 2, "float32", block_tokens=64),
+        GroupSpec("state", RecurrentState(parts), 1),
+    ]
+    blocks = {"full": 200, "state": 40}
+    cache = KVCache(CacheSpec(groups), device_blocks=blocks, host_blocks=blocks if host else None)
+    return cache, Engine(cache, Scheduler(cache, max_batched_tokens=4096, max_running=2))
+
+
+def ask(engine: Engine, name: str, tokens: list[int], count: int = 1) -> int:
+    """Serves one request; returns its hit."""
+    engine.scheduler.add(Request(name, tokens, count))
+    (done,) = engine.run()
+    assert done.token_ids == text_of(tokens, count)
+    return sum(done.cached_tokens.values())
+
+
+def prompt(n: int = PROMPT, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 90, n).tolist()
+
+
+def hot_states(pools) -> tuple[int, int]:
+    """States that nobody holds: (superseded ones, others)."""
+    blocks = pools.coldest(1, 40)
+    cold = int(pools.is_superseded(np.ones(len(blocks), np.int32), blocks).sum())
+    return cold, len(blocks) - cold
+
+
+@pytest.mark.parametrize("back", [1, 70, SHORT - 1])
+def test_a_text_that_parts_shortly_before_a_long_prompt_s_end_finds_the_state_before_that(back: int) -> None:
+    cache, engine = serving(64)
+    with cache:
+        ask(engine, "a", prompt(), 100)
+        assert ask(engine, "b", prompt()[: LAST - back] + [91] * 300) == LAST - SHORT
+
+
+@pytest.mark.parametrize(("size", "hit"), [(0, LAST - SHORT), (16, 64)])
+def test_unless_a_state_costs_more_than_a_part_of_the_text(size: int, hit: int) -> None:
+    cache, engine = serving(LAST * TOKEN_BYTES // SHORT_PAYS // 16 * 16 + size)
+    with cache:
+        ask(engine, "a", prompt(), 100)
+        assert ask(engine, "b", prompt()[: LAST - 70] + [91] * 300) == hit
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_at_its_end_a_text_s_other_states_go_first(host: bool) -> None:
+    cache, engine = serving(64, host)
+    with cache:
+        ask(engine, "a", prompt(), 100)
+        tiers = [inside.pools(cache), *([inside.host(cache)] if host else [])]
+        assert [hot_states(pools)[1] for pools in tiers] == [2] * len(tiers), (
+            "short before the prompt's end, and the end"
+        )
+        following = prompt() + text_of(prompt(), 100)[:-1] + prompt(600, 1)
+        assert ask(engine, "b", following, 70) == 1088
+        assert [hot_states(pools)[1] for pools in tiers] == [2] * len(tiers), "those of the turn before are old now"
+
+
+def test_a_turn_of_few_tokens_keeps_the_state_that_it_goes_on_from() -> None:
+    cache, engine = serving(64)
+    with cache:
+        ask(engine, "a", prompt(), 100)
+        following = prompt() + text_of(prompt(), 100)[:-1] + prompt(150, 1)
+        assert ask(engine, "b", following, 300) == 1088
+        assert hot_states(inside.pools(cache))[1] == 2
+        assert ask(engine, "c", following[:1100] + [91] * 300) == 1088
+
+
+def test_what_several_have_wanted_stays() -> None:
+    cache, engine = serving(64)
+    with cache:
+        for k in range(3):
+            ask(engine, f"{k}", prompt()[:640] + prompt(700, 1 + k), 100)
+        assert ask(
+            engine, "on", prompt()[:640] + prompt(700, 1) + text_of(prompt()[:640] + prompt(700, 1), 100)[:-1], 70
+        )
+        pools = inside.pools(cache)
+        blocks = pools.coldest(1, 40)
+        cold = blocks[pools.is_superseded(np.ones(len(blocks), np.int32), blocks)]
+        assert len(cold)
+        assert ask(engine, "new", prompt()[:640] + prompt(300, 9)) == 640
+        for b in cold.tolist():
+            pools.unpublish(np.ones(1, np.int32), np.array([b], np.int32))
+        assert ask(engine, "new 2", prompt()[:640] + prompt(300, 10)) == 640, (
+            "what was superseded has gone, this has not"
+        )
