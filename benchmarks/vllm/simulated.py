@@ -56,7 +56,7 @@ class Simulated:
     def __init__(
         self,
         connector: str,
-        shape: shapes.Shape,
+        shape: shapes.Shape | shapes.DeepSeekV4Flash,
         num_blocks: int,
         host_bytes: int,
         most_requests: int = 8,
@@ -70,17 +70,17 @@ class Simulated:
         config = shapes.engine_config(num_blocks, most_requests, chunk_tokens, transfer, shape)
         hash_of = get_hash_fn_by_name("sha256")
         kv_cache_utils.init_none_hash(hash_of)
-        self._hasher = kv_cache_utils.get_request_block_hasher(shape.block_tokens, hash_of)
+        self._hasher = kv_cache_utils.get_request_block_hasher(shape.hash_tokens, hash_of)
         self.cache_config = shapes.cache_config(config, shape)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=self.cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=shape.block_tokens,
-            hash_block_size=shape.block_tokens,
+            hash_block_size=shape.hash_tokens,
             log_stats=True,
         )
-        self._worker = WORKERS[connector]()
+        self.worker = WORKERS[connector]()
         self._spent: Counter[str] = Counter()
         self.hit_tokens = 0
         """That the connector has offered last."""
@@ -147,7 +147,7 @@ class Simulated:
 
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
-        ended, meta = self._worker.run(output.kv_connector_metadata)
+        ended, meta = self.worker.run(output.kv_connector_metadata)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},

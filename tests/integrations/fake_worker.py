@@ -49,6 +49,14 @@ SPECS = {
         mamba_type="gdn_attention",
         num_speculative_blocks=0,
     ),
+    "rows": lambda: spec_class("SlidingWindowMLASpec")(
+        block_size=UNIT, page_size_bytes=PAGE, sliding_window=8, bounded_replay=False
+    ),
+    "replayed": lambda: spec_class("SlidingWindowMLASpec")(
+        block_size=UNIT, page_size_bytes=PAGE, sliding_window=10, bounded_replay=True, prefix_cacheable=False
+    ),
+    "entries": lambda: spec_class("MLAAttentionSpec")(block_size=UNIT, page_size_bytes=PAGE, tokens_per_state=4),
+    "latents": lambda: spec_class("MLAAttentionSpec")(block_size=UNIT, page_size_bytes=PAGE, tokens_per_state=1),
     "wide": lambda: spec_class("FullAttentionSpec")(block_size=2 * UNIT, page_size_bytes=PAGE),
 }
 

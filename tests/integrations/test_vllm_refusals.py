@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from integrations.fake_vllm import FakeEngine
 from integrations.fake_worker import ROLES, SPECS, UNIT, connector_module, kv_cache_config, spec_class, vllm_config
-from integrations.served_once import TEXT, pushed_out
+from integrations.served_once import TEXT, push_out, pushed_out
 from integrations.standin import check_call
 from kvtier import ConfigError, MemoryUnavailable, UnsupportedModel
 from kvtier.integrations.vllm import settings
@@ -53,6 +54,20 @@ REFUSED = {
         {},
         UnsupportedModel,
         "every 2 tokens.*leave --prefix-match-unit out",
+    ),
+    "DeepSeek-V4": (
+        {"model_fields": {"hf_text_config": SimpleNamespace(model_type="deepseek_v4")}},
+        {},
+        {},
+        UnsupportedModel,
+        "deepseek_v4 keeps a layer's window, entries, index keys and rows in pages.*vLLM's own connectors",
+    ),
+    "DeepSeek-V4.1": (
+        {"model_fields": {"hf_text_config": SimpleNamespace(model_type="deepseek_v41")}},
+        {},
+        {},
+        UnsupportedModel,
+        "deepseek_v41 keeps windows out of vLLM's prefix cache.*by replay",
     ),
     "encoder": ({"model_fields": {"is_encoder_decoder": True}}, {}, {}, UnsupportedModel, "attends to an encoder"),
     "speculative": ({"speculative": object()}, {}, {}, UnsupportedModel, "speculative decoding"),
@@ -120,6 +135,28 @@ def test_what_cannot_work_is_refused_by_name(name):
     options = {k: v for k, v in ({"host_memory": "1MiB"} | extra).items() if v is not None}
     with pytest.raises(error, match=match):
         connector_module.KvtierConnector(vllm_config(options, **changes), ROLES.SCHEDULER, cache)
+
+
+OF_V4 = {
+    "rows": r"layer '0\.0' \(SlidingWindowMLASpec\) is a window of.*entries, index keys and rows in pages of several",
+    "replayed": r"layer '0\.0' \(SlidingWindowMLASpec\) is of a model that.*rebuilds them by replay",
+    "entries": r"layer '0\.0' \(MLAAttentionSpec\) has one entry for several tokens.*in pages of several",
+}
+
+
+@pytest.mark.parametrize("kind", OF_V4)
+def test_no_engine_begins_to_serve_a_part_of_what_a_layer_of_deepseek_v4_keeps(kind):
+    with pytest.raises(UnsupportedModel, match=OF_V4[kind]):
+        FakeEngine((kind, "full"))
+
+
+def test_latents_of_each_token_come_back_from_the_host_tier():
+    engine = FakeEngine(("latents",), 50, host_memory=40_000)
+    engine.serve(TEXT)
+    engine.settle()
+    push_out(engine)
+    engine.serve(TEXT)
+    assert (engine.loads, engine.wrong) == (1, 0)
 
 
 AT_ONCE = [name for name, (_, _, shape, error, _) in REFUSED.items() if not shape and error is not MemoryUnavailable]

@@ -26,11 +26,19 @@ GPU_WORD = 16
 HASH_BYTES = 16
 """Bytes of vLLM's block hashes: a key of 128 bits."""
 
+REPLAYED = "keeps windows out of vLLM's prefix cache, and rebuilds them by replay"
+PLACES = (
+    "keeps a layer's window, entries, index keys and rows in pages of several sizes, of which vLLM tells its "
+    "scheduler one"
+)
+FAMILIES = {"deepseek_v4": PLACES, "deepseek_v41": REPLAYED}
+"""Why not, by ``model_type``."""
+
 REASONS = {
     "CrossAttentionSpec": "attends to an encoder",
     "EncoderOnlyAttentionSpec": "attends in both directions",
     "SinkFullAttentionSpec": "has blocks of sink tokens that belong to no prompt",
-    "SlidingWindowMLASpec": "is rebuilt by replaying its last window",
+    "SlidingWindowMLASpec": f"is a window of a model that {PLACES}",
     "CircularBufferSpec": "overwrites its blocks in place",
     "RSWASpec": "mixes full attention to the prompt with a window over generated tokens",
     "HiddenStateCacheSpec": "keeps hidden states, which no prefix names",
@@ -170,8 +178,12 @@ def _attention(layer: str, spec: Any) -> Any:
         "ChunkedLocalAttentionSpec": lambda: ChunkedLocal(spec.attention_chunk_size),
         "MambaSpec": lambda: _state(layer, spec),
     }
-    if name not in makes:
-        reason = REASONS.get(name, "is of a kind that kvtier does not know")
+    reason = None if name in makes else REASONS.get(name, "is of a kind that kvtier does not know")
+    if getattr(spec, "bounded_replay", False):
+        reason = f"is of a model that {REPLAYED}"
+    elif name == "MLAAttentionSpec" and getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)) > 1:
+        reason = f"has one entry for several tokens, of a model that {PLACES}"
+    if reason:
         raise UnsupportedModel(f"layer {layer!r} ({name}) {reason}; kvtier's connector cannot keep it")
     if getattr(spec, "extra_retained_tokens", 0):
         raise UnsupportedModel(f"layer {layer!r} keeps tokens beyond its window, as kvtier's connector does not")

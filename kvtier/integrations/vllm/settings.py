@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.geometry import check_finer_hashes
+from kvtier.integrations.vllm.geometry import FAMILIES, check_finer_hashes
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
@@ -173,6 +173,11 @@ def check_model(config: Any) -> None:
     is_mla = getattr(model, "use_mla", False)
     if getattr(model, "is_encoder_decoder", False):
         raise UnsupportedModel("this model attends to an encoder; kvtier's connector cannot keep that")
+    family = getattr(getattr(model, "hf_text_config", None), "model_type", None)
+    if family in FAMILIES:
+        raise UnsupportedModel(
+            f"{family} {FAMILIES[family]}; kvtier's connector cannot keep that. Take one of vLLM's own connectors"
+        )
     if not config.cache_config.enable_prefix_caching:
         if is_mla and config.device_config.device_type == "cpu":
             raise UnsupportedModel(

@@ -167,4 +167,22 @@ MUTATIONS = (
         "integrations/vllm_states",
         ("names._parts", "isinstance(attention, RecurrentState)", "False"),
     ),
+    mutation(
+        "vllm_entries_that_tokens_share_are_taken_for_latents",
+        "I11",
+        "a hit has entries and index keys without the rows that the next one is made of",
+        "integrations/vllm_refusals",
+        (
+            "vllm.geometry._attention",
+            'getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)) > 1',
+            "False",
+        ),
+    ),
+    mutation(
+        "vllm_windows_that_are_replayed_are_kept",
+        "I11",
+        "a hit brings windows that vLLM does not look for",
+        "integrations/vllm_refusals",
+        ("vllm.geometry._attention", 'getattr(spec, "bounded_replay", False)', "False"),
+    ),
 )
