@@ -29,13 +29,15 @@ from kvtier.remote.tier import RemoteTier
 from . import explore as explorer
 from .explore import Config, components, configurations, explore
 from .snapshot import canonical, freeze, name_of, thaw
-from .tiny import World, watched
+from .tiny import INDEXED, World, watched
 
 pytestmark = pytest.mark.usefixtures("unaudited", "warm")  # the explorer audits every state itself
 
 CONFIGURATIONS = {config.name: config for config in configurations()}
 LOADS = CONFIGURATIONS["load and stores"]
 TIGHT = CONFIGURATIONS["one tier, second first, one row"]
+TORN = replace(CONFIGURATIONS["entries, a torn restore"], prompts=((1, 2, 3),), new=(1,), priorities=(0,))
+SHORT_INDEX = replace(TORN, host=(6, 6, 1), warm=(1, 2, 3, 4, 5), prompts=((1, 2, 3, 4, 5),))
 DISTINCT = replace(CONFIGURATIONS["one tier, distinct"], can=frozenset({"cancel"}))
 
 
@@ -242,6 +244,25 @@ def test_an_empty_step_that_nobody_ends_is_found(monkeypatch):
     """Nobody is admitted: the first schedule is empty, and nothing is under way."""
     monkeypatch.setattr("kvtier.coordinator.admission.Admission._admit", lambda self, *_: None)
     assert "I8: an empty step" in found(TIGHT)
+
+
+@pytest.mark.parametrize("lost", INDEXED.names)
+def test_a_restore_that_brings_a_part_of_a_layer_is_found(monkeypatch, lost):
+    """Entries without their index's keys, an index without entries, or both without the window."""
+    own = Connector.load
+
+    def torn(self, groups, *others):
+        brought = groups != INDEXED.names.index(lost)
+        return own(self, groups[brought], *(other[brought] for other in others))
+
+    monkeypatch.setattr(Connector, "load", torn)
+    assert f"waits for blocks of group {lost} that no load brings" in found(TORN)
+
+
+def test_entries_whose_first_index_keys_are_gone_are_no_hit():
+    """The host has all entries and the window, and room for one block of index keys."""
+    result = explore(SHORT_INDEX)
+    assert (result.violations, result.whole, result.loading) == ([], True, 0)
 
 
 def test_names_are_made_of_plain_values():

@@ -191,6 +191,28 @@ MUTATIONS = (
         ("KeyChain.__init__", "g.entry_tokens > 1", "g.entry_tokens > 99"),
     ),
     mutation(
+        "index_is_restored_without_its_keys",
+        "I4 I19",
+        "the index picks entries by what another text has left there",
+        "core/entries model/explore",
+        (
+            "Coordinator._fill_row",
+            "self.connector.load(loads.groups, loads.hosts, fresh, keys, superseded)",
+            """
+            self.connector.load(
+                *(part[loads.groups != 2] for part in (loads.groups, loads.hosts, fresh, keys, superseded))
+            )
+            """,
+        ),
+    ),
+    mutation(
+        "a_hit_does_not_ask_for_the_keys_of_the_index",
+        "I11",
+        "entries are there, and what picks them is not",
+        "core/entries model/explore",
+        ("_match", "geometry[g, _KIND] != _FULL", "geometry[g, _KIND] != _FULL or g == 2"),
+    ),
+    mutation(
         "rows_of_long_entries_are_forgotten",
         "I11",
         "the first entry after a hit is made of half its tokens",
