@@ -194,7 +194,7 @@ MUTATIONS = (
         "index_is_restored_without_its_keys",
         "I4 I19",
         "the index picks entries by what another text has left there",
-        "core/entries model/explore",
+        "core/entries",
         (
             "Coordinator._fill_row",
             "self.connector.load(loads.groups, loads.hosts, fresh, keys, superseded)",
@@ -209,7 +209,7 @@ MUTATIONS = (
         "a_hit_does_not_ask_for_the_keys_of_the_index",
         "I11",
         "entries are there, and what picks them is not",
-        "core/entries model/explore",
+        "core/entries",
         ("_match", "geometry[g, _KIND] != _FULL", "geometry[g, _KIND] != _FULL or g == 2"),
     ),
     mutation(
