@@ -40,7 +40,7 @@ class Held:
 
 def check(pool: Any) -> str:
     """What is wrong with a pool of vLLM's: "" if nothing is."""
-    queue, ids = pool.free_block_queue, []
+    queue, ids = pool.free_block_queue, list[int]()
     block = queue.fake_free_list_head.next_free_block
     while block is not queue.fake_free_list_tail and len(ids) <= len(pool.blocks):
         ids.append(block.block_id)
@@ -59,7 +59,7 @@ def run(connector: str, retention: int | None) -> str:
         return f"refused at start: {type(problem).__name__}: {problem}"
     engine.worker = Held(engine.worker)
     pool = engine.scheduler.kv_cache_manager.block_pool
-    rng, said = random.Random(0), []
+    rng, said = random.Random(0), list[str]()
     texts = [rng.choices(range(512), k=PROMPT_TOKENS) for _ in range(2)]
     for name, tokens in (("first", texts[0]), ("second", texts[1]), ("first again", texts[0])):
         request, steps, empty = engine.add(name, tokens, 4), 0, 0
