@@ -44,9 +44,13 @@ _GRAPH_ROWS = 256
 _TOO_LARGE = "load them in a smaller dtype or on another device"
 
 
-def _spec_to_attend(hf_config: Any) -> CacheSpec:
-    """The groups of a model that can be run, in blocks as short as can be. Raises ``UnsupportedModel``."""
-    spec = CacheSpec.from_config(hf_config, block_tokens=1)
+def _spec_to_attend(hf_config: Any, weights: torch.dtype | None = None) -> CacheSpec:
+    """The groups of a model that can be run, in blocks as short as can be. Raises ``UnsupportedModel``.
+
+    ``weights``: their dtype, which need not be one that K and V can have; None: the config's.
+    """
+    named = "float32" if weights and str(weights).removeprefix("torch.") not in DTYPE_BYTES else None
+    spec = CacheSpec.from_config(hf_config, dtype=named, block_tokens=1)
     refuse_to_attend(text_config(hf_config), spec)
     return spec
 
@@ -87,7 +91,7 @@ class HybridModel:
         ``backend``: PagedBatch, write_kv and attend; None makes one by ``attention`` and ``batch_invariant`` (see
         ``load``). ``kv_scales``: the checkpoint's, for K and V in float8. ``exact``: as in ``load``, but not tried.
         """
-        spec = _spec_to_attend(model.config)
+        spec = _spec_to_attend(model.config, model.dtype)
         if exact:
             _check_exact(spec, model.config)
             attention = choice.exactly("auto", model.device, model.dtype)
