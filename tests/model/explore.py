@@ -347,7 +347,7 @@ def _one_tier() -> list[Config]:
         c("one tier, equal prompts", (4, 4, 4), prompts=EQUAL, new=(3, 3), can=_only("abort", "cancel")),
         c("one tier, shared stem, a token a step", (4, 3, 2), prompts=STEM, batch=1, can=_only("abort", "cancel")),
         c("states, parting", (6, 4), prompts=PARTING, batch=5, can=_only("cancel"), spec=STATES),
-        c("entries, a torn restore", (4, 4, 4), (6, 6, 6), warm=(1, 2, 3), can=_only("bad"), spec=INDEXED),
+        c("entries, a torn restore", (4, 4, 4), (6, 6, 6), warm=(1, 2, 3), new=(1, 1), can=_only("bad"), spec=INDEXED),
         c("states, longer", (7, 4), prompts=LATER, new=(3, 3), batch=5, can=_only("abort", "cancel"), spec=STATES),
         c("one tier, second first, one row", (4, 4, 4), priorities=(1, 0), rows=1, can=_only("abort", "cancel")),
         c("one tier, second first", (3, 3, 3), priorities=(1, 0), new=(3, 3), can=_only("abort", "cancel")),

@@ -238,7 +238,7 @@ def _tracked(world: World, seq: Tracked, rank: dict[int, int]) -> tuple[Any, ...
         seq.use_host,
         isinstance(wait, ForTransfer) and wait.settled == connector.ledger.num_settled,
         (wait.seq.request.request_id, wait.until, wait.is_coming) if isinstance(wait, ForTwin) else None,
-        sorted(seq.course.branches),
+        (seq.course.has_begun, *sorted(seq.course.branches)),
         seq.is_warm,
         None if world.calls is None else seek_state(world.remote, seq.seek),
     )
