@@ -108,7 +108,8 @@ class GroupSpec:
     def _check_state(self, where: str, state: RecurrentState) -> None:
         nothing = {"num_kv_heads": 0, "head_dim": 0, "head_dim_v": None, "kv_scales": None, "entry_tokens": 1}
         for what, value in nothing.items():
-            if getattr(self, what) != value:
+            given = getattr(self, what)
+            if given is not None if value is None else integer(given) != value:
                 raise ConfigError(f"{where}: {what} is of keys and values, and a RecurrentState has its own parts")
         for part in state.parts:
             if DTYPE_BYTES[part.dtype] == 1 or (part.dtype == "float16" and not part.name.startswith("conv")):
@@ -279,6 +280,9 @@ class CacheSpec:
         missing = [i for i, at in enumerate(places) if at is not None and at not in rows]
         if missing:
             raise ConfigError(f"kv_scales name no scales for model layers {missing}")
+        for name in {name for name, _ in rows}:
+            if other := [i for i in range(self.group(name).num_layers) if (name, i) not in rows]:
+                raise ConfigError(f"kv_scales: layers {other} of group {name!r} are of no model layer's K and V")
         groups, scaled = [], {name for name, _ in rows}
         for g in self.groups:
             if g.name not in scaled:  # of other roles
