@@ -217,7 +217,7 @@ def _layer_types(text: Any) -> list[str]:
         raise ConfigError(f"{text.model_type}: layer_types must be a list of names, got {shown(listed)}")
     if len(listed) < count:
         raise ConfigError(f"layer_types names {len(listed)} layers, but num_hidden_layers is {count}")
-    return [_OLD_NAMES.get(name, name) for name in listed[:count]]
+    return [_OLD_NAMES.get(name) or name for name in listed[:count]]
 
 
 def _implied_type(config: Any, i: int) -> str:
