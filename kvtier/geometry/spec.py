@@ -34,6 +34,8 @@ from kvtier.machine.integers import integer, shown
 
 MOST_LAYERS = 10_000
 """A description with more layers is taken for damaged: no model has them, and naming them all would take minutes."""
+MOST_HEADS = 2**16
+"""Likewise with more KV heads, each of which may have a scale."""
 
 
 class _Default(int):
@@ -87,6 +89,8 @@ class GroupSpec:
             object.__setattr__(self, what, positive(f"{where}: {what}", getattr(self, what)))
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
+        if self.num_kv_heads > MOST_HEADS:
+            raise ConfigError(f"{where}: num_kv_heads is {self.num_kv_heads:,}; no model has more than {MOST_HEADS:,}")
         if integer(self.head_dim_v) == 0:
             object.__setattr__(self, "head_dim_v", 0)
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
