@@ -266,7 +266,7 @@ class Coordinator:
             if course.branches or course.told:
                 parted = self.retention.seal_branches(seq, computed, end)
                 self._mark(seq, parted, "parting", True)
-                self._offer(seq, [boundary for boundary in parted if boundary != course.short])
+                self._offer(seq, self.retention.keeping.shared(course, seq.keys, parted))
                 self._note_partings(seq)
             if end > course.named_from:
                 self.retention.seal_passing(seq, end)

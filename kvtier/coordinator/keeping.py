@@ -301,6 +301,15 @@ class Keeping:
         pay."""
         return comes_back or not is_answer or self.boundaries.pays(End.ANSWER, course.app)
 
+    def shared(self, course: Course, keys: KeyArray, parted: Sequence[int]) -> list[int]:
+        """Those of ``parted`` that others want, or that the caller has told of: not its ``short`` for itself alone."""
+        known = self.boundaries
+
+        def is_shared(name: bytes) -> bool:
+            return known.is_wanted(name) or known.is_stem(name)
+
+        return [b for b in parted if b != course.short or is_shared(self.name(keys, b))]
+
     def answers_go(self, course: Course) -> bool:
         """Whether nothing of answers is found again."""
         return not self.boundaries.pays(End.ANSWER, course.app) and not self.boundaries.pays(End.PASSED, course.app)

@@ -20,6 +20,8 @@ BOUND = 2**31
 """Sizes are below this, and so is the unit of prefix hits."""
 ALIGN_BYTES = 16
 """Block bytes are a multiple of this, so that every K and V row can be read in 16-byte loads."""
+MOST_SIZES = 16
+"""A tensor of more dimensions is taken for damaged."""
 STATE_TOKENS = 64
 """Tokens from one state that can be kept to the next. The kernels of recurrent layers work in chunks of so many: cuts
 there leave the bits of what is computed as they are."""
@@ -100,6 +102,8 @@ class Part:
         where = f"part {shown(self.name)}"
         if not isinstance(self.shape, Sequence) or isinstance(self.shape, str) or not self.shape:
             raise ConfigError(f"{where}: shape must be a tuple of sizes, got {shown(self.shape)}")
+        if len(self.shape) > MOST_SIZES:
+            raise ConfigError(f"{where}: shape has {len(self.shape):,} sizes, and tensors {MOST_SIZES} at most")
         object.__setattr__(self, "shape", tuple(positive(f"{where}: a size", size) for size in self.shape))
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
         if self.num_bytes >= BOUND:

@@ -34,6 +34,8 @@ from kvtier.machine.integers import integer, shown
 
 MOST_LAYERS = 10_000
 """A description with more layers is taken for damaged: no model has them, and naming them all would take minutes."""
+MOST_HEADS = 2**16
+"""Likewise with more KV heads, each of which may have a scale."""
 
 
 class _Default(int):
@@ -87,6 +89,8 @@ class GroupSpec:
             object.__setattr__(self, what, positive(f"{where}: {what}", getattr(self, what)))
         if self.num_layers > MOST_LAYERS:
             raise ConfigError(f"{where}: num_layers is {self.num_layers:,}; no model has more than {MOST_LAYERS:,}")
+        if self.num_kv_heads > MOST_HEADS:
+            raise ConfigError(f"{where}: num_kv_heads is {self.num_kv_heads:,}; no model has more than {MOST_HEADS:,}")
         if integer(self.head_dim_v) == 0:
             object.__setattr__(self, "head_dim_v", 0)
         object.__setattr__(self, "dtype", dtype_name(self.dtype, where))
@@ -108,7 +112,8 @@ class GroupSpec:
     def _check_state(self, where: str, state: RecurrentState) -> None:
         nothing = {"num_kv_heads": 0, "head_dim": 0, "head_dim_v": None, "kv_scales": None, "entry_tokens": 1}
         for what, value in nothing.items():
-            if getattr(self, what) != value:
+            given = getattr(self, what)
+            if given is not None if value is None else integer(given) != value:
                 raise ConfigError(f"{where}: {what} is of keys and values, and a RecurrentState has its own parts")
         for part in state.parts:
             if DTYPE_BYTES[part.dtype] == 1 or (part.dtype == "float16" and not part.name.startswith("conv")):
@@ -279,6 +284,9 @@ class CacheSpec:
         missing = [i for i, at in enumerate(places) if at is not None and at not in rows]
         if missing:
             raise ConfigError(f"kv_scales name no scales for model layers {missing}")
+        for name in {name for name, _ in rows}:
+            if other := [i for i in range(self.group(name).num_layers) if (name, i) not in rows]:
+                raise ConfigError(f"kv_scales: layers {other} of group {name!r} are of no model layer's K and V")
         groups, scaled = [], {name for name, _ in rows}
         for g in self.groups:
             if g.name not in scaled:  # of other roles

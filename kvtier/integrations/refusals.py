@@ -13,10 +13,11 @@ from functools import cache
 from typing import Any
 
 from kvtier.geometry.dtypes import DTYPE_BYTES
+from kvtier.geometry.kinds import positive
 from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.compressed import COMPRESSED_TYPES
-from kvtier.machine.errors import UnsupportedModel
-from kvtier.machine.integers import integer, shown
+from kvtier.machine.errors import ConfigError, UnsupportedModel
+from kvtier.machine.integers import shown
 
 SERVED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 STATE_TYPES = ("linear_attention", "conv")
@@ -117,7 +118,7 @@ def refuse_layers(text: Any, types: Sequence[str]) -> None:
 def index_sizes(text: Any, types: Sequence[str]) -> dict[int, int]:
     """By layer, the size of the key that it keeps for its index. Layers that use another one's index keep none.
 
-    Raises ``UnsupportedModel`` for indices that keep more of a token than one key.
+    Raises ``UnsupportedModel`` for indices that keep more of a token than one key, ``ConfigError`` for damaged fields.
     """
     at = [i for i, name in enumerate(types) if name in INDEXED_TYPES]
     if not at:
@@ -128,11 +129,14 @@ def index_sizes(text: Any, types: Sequence[str]) -> dict[int, int]:
                 f"{_name(text)}: layer {at[0]} is {types[at[0]]!r}, whose index pools the keys of tokens ({name}) and "
                 "keeps more than one key of each; kvtier knows indices of one key a token"
             )
-    size, owners = integer(field(text, "index_head_dim")), field(text, "indexer_types")
-    if size is None:
+    given, owners = field(text, "index_head_dim"), field(text, "indexer_types")
+    if given is None:
         raise UnsupportedModel(f"{_name(text)}: layer {at[0]} is {types[at[0]]!r}, but there is no index_head_dim")
+    size = positive(f"{_name(text)}: index_head_dim", given)
     if owners is None:
         return dict.fromkeys(at, size)
+    if not isinstance(owners, (list, tuple)) or not all(isinstance(owner, str) for owner in owners):
+        raise ConfigError(f"{_name(text)}: indexer_types must be a list of names, got {shown(owners)}")
     if len(owners) < len(types) or (odd := {owners[i] for i in at} - {"full", "shared"}):
         what = f"names {shown(odd)}" if len(owners) >= len(types) else f"names {len(owners)} layers"
         raise UnsupportedModel(f"{_name(text)}: indexer_types {what}; kvtier knows 'full' and 'shared', for each layer")

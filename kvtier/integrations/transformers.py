@@ -24,6 +24,7 @@ from kvtier.geometry.kinds import (
     Kind,
     RecurrentState,
     SlidingWindow,
+    positive,
 )
 from kvtier.geometry.spec import MOST_LAYERS, CacheSpec, GroupSpec
 from kvtier.integrations.compressed import COMPRESSED_TYPES, SPARSE, compressed_spec
@@ -76,6 +77,7 @@ def spec_from_config(hf_config: Any, dtype: Any = None, block_tokens: int = 16) 
     """
     if isinstance(hf_config, (dict, str, type)):
         raise ConfigError("spec_from_config wants a transformers config object: AutoConfig.from_pretrained(path)")
+    block_tokens = positive("block_tokens", block_tokens)
     try:
         return _read(hf_config, dtype, block_tokens)
     except KVTierError:
@@ -114,15 +116,18 @@ def query_heads(hf_config: Any, spec: CacheSpec) -> tuple[int, ...]:
 
 
 def picked(hf_config: Any) -> tuple[int | None, ...]:
-    """By layer, the most tokens, or entries that tokens share, that a query picks by an index; None: it sees all."""
+    """By layer, the most tokens, or entries that tokens share, that a query picks by an index; None: it sees all.
+
+    Raises ``ConfigError`` for numbers of tokens that are none.
+    """
     text = text_config(hf_config)
     found: dict[str, int | None] = {}
     for name in {*_layer_types(text)} & {SPARSE, *INDEXED_TYPES}:
-        budget = field(text, "index_topk")
-        if budget is None:  # whole blocks
-            blocks = field(text, "index_topk_blocks") + field(text, "index_local_blocks")
-            budget = blocks * field(text, "index_block_size")
-        found[name] = int(budget)
+        if field(text, "index_topk") is not None:
+            found[name] = _size(text, "index_topk")
+        else:
+            blocks = _size(text, "index_topk_blocks") + _size(text, "index_local_blocks")
+            found[name] = blocks * _size(text, "index_block_size")
     return tuple(found.get(name) for name in _layer_types(text))
 
 
@@ -182,6 +187,10 @@ def text_config(hf_config: Any) -> Any:
     return getattr(hf_config, "text_config", None) or hf_config
 
 
+def _size(config: Any, name: str) -> int:
+    return positive(f"{getattr(config, 'model_type', None)}: {name}", field(config, name))
+
+
 def _layer_config(text: Any, i: int) -> Any:
     """The config for layer ``i``: families with per-layer geometry refuse to be read as a whole."""
     if not getattr(text, "is_heterogeneous", False):
@@ -199,14 +208,16 @@ def _layer_types(text: Any) -> list[str]:
         raise ConfigError(f"{text.model_type}: num_hidden_layers is {count}, so there are no layers to cache")
     if count > MOST_LAYERS:
         raise ConfigError(f"{text.model_type}: num_hidden_layers is {count:,}; no model has more than {MOST_LAYERS:,}")
-    listed: Sequence[str] | None = None
+    listed: Sequence[Any] | None = None
     for name in ("layer_types", "layers_block_type", "attention_layers"):
         listed = listed or getattr(text, name, None)
     if not listed:
         return [_implied_type(_layer_config(text, i), i) for i in range(count)]
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"{text.model_type}: layer_types must be a list of names, got {shown(listed)}")
     if len(listed) < count:
         raise ConfigError(f"layer_types names {len(listed)} layers, but num_hidden_layers is {count}")
-    return [_OLD_NAMES.get(name, name) for name in listed[:count]]
+    return [_OLD_NAMES.get(name) or name for name in listed[:count]]
 
 
 def _implied_type(config: Any, i: int) -> str:
@@ -248,8 +259,9 @@ def is_latent(hf_config: Any) -> bool:
 
 
 def _shape(config: Any, layer_type: str, i: int) -> _Shape:
-    if rank := field(config, "kv_lora_rank"):  # the latent stands for K, the rotated key for V
-        return _Shape(_attention(config, layer_type, i), 1, rank, config.qk_rope_head_dim)
+    if field(config, "kv_lora_rank"):  # the latent stands for K, the rotated key for V
+        sizes = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
+        return _Shape(_attention(config, layer_type, i), 1, *sizes)
     head_dim = _field(config, layer_type, "head_dim") or config.hidden_size // config.num_attention_heads
     head_dim_v = _field(config, layer_type, "v_head_dim") or head_dim
     return _Shape(
@@ -266,8 +278,9 @@ def _kv_heads(config: Any, layer_type: str) -> int:
         heads = config.num_kv_heads  # Falcon, which does not look at multi_query then
     if heads is None:
         return 1 if getattr(config, "multi_query", False) else int(config.num_attention_heads)
+    heads = positive(f"{config.model_type}: num_key_value_heads", heads)
     doubled = config.model_type in _DOUBLED_SLIDING_KV_HEADS and not hasattr(config, "swa_num_key_value_heads")
-    return int(heads) * (2 if doubled and layer_type == "sliding_attention" else 1)
+    return heads * (2 if doubled and layer_type == "sliding_attention" else 1)
 
 
 def _field(config: Any, layer_type: str, name: str) -> Any:

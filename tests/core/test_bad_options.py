@@ -98,7 +98,7 @@ def test_an_option_that_cannot_work_is_refused_by_name(options, error, named):
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_blocks_beyond_64_bits_are_refused(others):
-    groups = [GroupSpec(f"huge {i}", FullAttention(), 2**10, 2**30, 2**30) for i in range(1 + others)]
+    groups = [GroupSpec(f"huge {i}", FullAttention(), 2**13, 2**16, 2**30) for i in range(1 + others)]
     with pytest.raises(MemoryUnavailable, match="raise device_bytes"):
         KVCache(CacheSpec(groups), device_bytes="1GiB")
 
@@ -114,7 +114,7 @@ def test_tables_have_room_for_no_more_than_the_pools_hold(make_serving):
 
 def test_bytes_beyond_64_bits_are_refused():
     """They would wrap around to few."""
-    group = GroupSpec("full", FullAttention(), 1, 2**20, 2**20, block_tokens=2**20)
+    group = GroupSpec("full", FullAttention(), 1, 2**16, 2**24, block_tokens=2**20)
     with pytest.raises(MemoryUnavailable, match="device_blocks"):
         KVCache(CacheSpec([group]), device_blocks={"full": 2**64 // group.block_bytes - 1})
 

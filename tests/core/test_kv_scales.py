@@ -122,6 +122,13 @@ def test_a_reading_layer_may_repeat_the_scales_that_it_reads() -> None:
     assert SHARED.with_kv_scales({**GOOD, 3: GOOD[0]}) == SHARED.with_kv_scales(GOOD)
 
 
+def test_layers_of_a_group_whose_places_are_nobody_s_k_and_v_are_named() -> None:
+    full = GroupSpec("full", FullAttention(), 3, 1, 8, "fp8", 4)
+    spec = CacheSpec([full], layers=[{"kv": ("full", 0), "index": ("full", 2)}])
+    with pytest.raises(ConfigError, match=r"layers \[1, 2\] of group 'full' are of no model layer's K and V"):
+        spec.with_kv_scales({0: {"k": 2.0, "v": 2.0}})
+
+
 def test_scales_are_for_8_bits_and_for_all_of_a_group() -> None:
     two = KVScales(((2.0, 2.0),) * 2, ((1.0, 1.0),) * 2)
     assert GroupSpec("full", FullAttention(), 2, 2, 8, "fp8", 4, None, two).kv_scales == two

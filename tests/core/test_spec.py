@@ -82,6 +82,9 @@ def test_more_layers_than_any_model_has_are_refused():
     """A spec of 2**30 made a list of as many places."""
     with pytest.raises(ConfigError, match=r"'full': num_layers is 1,073,741,824; no model has more than 10,000"):
         group(num_layers=2**30)
+    with pytest.raises(ConfigError, match=r"'full': num_kv_heads is 65,537; no model has more than 65,536"):
+        group(num_kv_heads=2**16 + 1)  # one scale for each would fill the memory
+    assert group(num_kv_heads=2**16).num_kv_heads == 2**16
 
 
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 2), (3, 2**31 - 1, 2**31 - 3), tuple(2**20 - n for n in (1, 3, 5, 9))])

@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.masking_utils import create_causal_mask
 
 from kvtier import CacheSpec
-from kvtier.machine.errors import UnsupportedModel
+from kvtier.integrations.transformers import picked
+from kvtier.machine.errors import ConfigError, UnsupportedModel
 from runner.errors import ModelLoadError
 from runner.model import checkpoint, hybrid as model, selfcheck
 from runner.model.hybrid import HybridModel
@@ -183,6 +184,44 @@ def test_configs_refused_with_the_reason(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(UnsupportedModel, match=message):
         CacheSpec.from_config(make())
+
+
+DAMAGED = {
+    "kv_lora_rank": ("deepseek_v32", ["full"], "deepseek_v32: kv_lora_rank must be a positive integer"),
+    "qk_rope_head_dim": ("deepseek_v32", None, "deepseek_v32: qk_rope_head_dim must be a positive integer"),
+    "index_head_dim": ("deepseek_v32", 0, "deepseek_v32: index_head_dim must be a positive integer"),
+    "indexer_types": ("glm_moe_dsa", 4, "glm_moe_dsa: indexer_types must be a list of names, got 4"),
+    "layer_types": ("qwen3_next", [[]] * 4, "qwen3_next: layer_types must be a list of names"),
+    "num_key_value_heads": ("llama", 1.5, "llama: num_key_value_heads must be a positive integer"),
+}
+
+
+def plain(name: str, **fields: Any) -> SimpleNamespace:
+    """A config of another library, which checks nothing."""
+    config = zoo.config(name)
+    return SimpleNamespace(**{name: getattr(config, name) for name in config.to_dict()} | fields)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_fields_are_named(name: str) -> None:
+    family, value, message = DAMAGED[name]
+    with pytest.raises(ConfigError, match=message):
+        CacheSpec.from_config(plain(family, **{name: value}))
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v4", "deepseek_v32"])
+@pytest.mark.parametrize("bad", ["16", 1.5, None, 0, 2**31])
+def test_block_tokens_that_are_no_number_are_not_the_config_s_fault(family: str, bad: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^block_tokens must be a positive integer"):
+        CacheSpec.from_config(zoo.config(family), block_tokens=bad)
+
+
+@pytest.mark.parametrize("bad", [["4"], float("nan"), float("inf"), 0])
+def test_what_an_index_picks_must_be_a_number(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="deepseek_v32: index_topk must be a positive integer"):
+        picked(plain("deepseek_v32", index_topk=bad))
+    with pytest.raises(ConfigError, match="deepseek_v32: index_topk_blocks must be a positive integer"):
+        picked(plain("deepseek_v32", index_topk=None))
 
 
 def test_a_model_that_can_be_kept_but_not_run_is_refused_before_the_weights_are_read(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import inside
 import numpy as np
 import pytest
@@ -16,20 +19,20 @@ PROMPT = 1000
 LAST = (PROMPT - 1) // 64 * 64
 
 
-def serving(state_bytes: int, host: bool = False) -> tuple[KVCache, Engine]:
+def serving(state_bytes: int, host: bool = False, **remote: Any) -> tuple[KVCache, Engine]:
     parts = Part("conv0", (3,), "bfloat16"), Part("recurrent0", (state_bytes // 4 - 4,), "float32")
     groups = [
         GroupSpec("full", FullAttention(), 1, 1, 2, "float32", block_tokens=64),
         GroupSpec("state", RecurrentState(parts), 1),
     ]
     blocks = {"full": 200, "state": 40}
-    cache = KVCache(CacheSpec(groups), device_blocks=blocks, host_blocks=blocks if host else None)
+    cache = KVCache(CacheSpec(groups), device_blocks=blocks, host_blocks=blocks if host else None, **remote)
     return cache, Engine(cache, Scheduler(cache, max_batched_tokens=4096, max_running=2))
 
 
-def ask(engine: Engine, name: str, tokens: list[int], count: int = 1) -> int:
+def ask(engine: Engine, name: str, tokens: list[int], count: int = 1, told: tuple[int, ...] = ()) -> int:
     """Serves one request; returns its hit."""
-    engine.scheduler.add(Request(name, tokens, count))
+    engine.scheduler.add(Request(name, tokens, count, boundaries=told))
     (done,) = engine.run()
     assert done.token_ids == text_of(tokens, count)
     return sum(done.cached_tokens.values())
@@ -74,6 +77,18 @@ def test_at_its_end_a_text_s_other_states_go_first(host: bool) -> None:
         following = prompt() + text_of(prompt(), 100)[:-1] + prompt(600, 1)
         assert ask(engine, "b", following, 70) == 1088
         assert [hot_states(pools)[1] for pools in tiers] == [2] * len(tiers), "those of the turn before are old now"
+
+
+@pytest.mark.parametrize(("told", "hit"), [((), 0), ((640,), 640), ((LAST - SHORT,), LAST - SHORT)])
+def test_it_is_spilled_only_if_others_are_to_part_there(tmp_path: Path, told: tuple[int, ...], hit: int) -> None:
+    remote = {"remote_uri": f"file://{tmp_path}", "key_secret": b"t", "model_id": "m"}
+    cache, engine = serving(64, True, **remote)
+    with cache:
+        ask(engine, "a", prompt(), 100, told)
+    cache, engine = serving(64, True, **remote)
+    with cache:
+        cache.estimate_compute(lambda start, end: 1e9)
+        assert ask(engine, "b", prompt()[: LAST - SHORT + 30] + [91] * 300) == hit
 
 
 def test_a_turn_of_few_tokens_keeps_the_state_that_it_goes_on_from() -> None:

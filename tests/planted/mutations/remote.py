@@ -410,7 +410,7 @@ MUTATIONS = (
         "remote/tier remote/tier_spills",
         (
             "Coordinator.seal_prefill",
-            "self._offer(seq, [boundary for boundary in parted if boundary != course.short])",
+            "self._offer(seq, self.retention.keeping.shared(course, seq.keys, parted))",
             "pass",
         ),
     ),
