@@ -31,8 +31,8 @@ BlocksOf = Callable[[int, Int64s], Ids]
 """Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
 
 ROOM = 0.9
-"""The part of the tier that wanted content is reckoned to fill. In the rest lies what texts have left behind in slabs
-that hold something else too: the tier moves nothing, so it keeps that."""
+"""The part of the tier that wanted content is reckoned to fill. In the rest lies what texts have left behind: until it
+has aged, and in slabs that hold something else too, since the tier moves nothing."""
 
 
 class HostText:
