@@ -33,7 +33,8 @@ LARGEST_SLAB = 1 / 200
 """Share of the arena above which a slab is too coarse, so that blocks are padded to make it smaller."""
 MOST_PADDING = 1 / 16
 """Share of the smallest block that is tried as a unit of padding. The models of benchmarks/models.py, of one or two
-groups, need padding of under 0.25 %. Four or six sizes of little in common may take several percent, and so may the finer slabs of a host tier."""
+groups, need padding of under 0.25 %. Four or six sizes of little in common may take several percent, and so may a host
+tier's finer slabs."""
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 60, 120, 360, 840, 2520, 5040)
 """Multiples of these are tried as slabs: they have many divisors."""
 
