@@ -407,7 +407,7 @@ MUTATIONS = (
         "branches_are_not_spilled",
         "S7",
         "a system prompt is computed by each engine, although all of them share a remote",
-        "remote/tier remote/tier_spills",
+        "remote/tier remote/tier_spills core/coordinator/shorts",
         (
             "Coordinator.seal_prefill",
             "self._offer(seq, self.retention.keeping.shared(course, seq.keys, parted))",
