@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -99,16 +100,16 @@ class Letter:
 _numbers = count()
 
 
-class Post:
+class Post(ABC):
     """Where the letters for one event loop, or for another waiting thread, go."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         """No other post has it."""
 
+    @abstractmethod
     def send(self, letter: Letter) -> None:
         """Has the letter opened; called on the engine's thread, once a step at most."""
-        raise NotImplementedError
 
 
 class Mail(Protocol):
