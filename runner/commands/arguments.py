@@ -77,7 +77,7 @@ def quiet_transformers() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def told(report: Any, show: Callable[..., None], as_json: bool) -> int:
+def show_report(report: Any, show: Callable[..., None], as_json: bool) -> int:
     """Prints a report, and returns the command's exit status."""
     from rich.console import Console
 

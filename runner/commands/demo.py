@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from runner.commands.arguments import add_attention, add_kv_options, positive, quiet_transformers, told
+from runner.commands.arguments import add_attention, add_kv_options, positive, quiet_transformers, show_report
 from runner.commands.checks import check_engine
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             **memory,
         )
-    return told(report, show, args.json)
+    return show_report(report, show, args.json)
 
 
 def _shared(args: argparse.Namespace, console: Any) -> int:
@@ -82,7 +82,7 @@ def _shared(args: argparse.Namespace, console: Any) -> int:
         from runner.demo.show_shared import show
 
         report = demo_shared.run(args.tokens, args.shared or None, status.update)
-    return told(report, show, args.json)
+    return show_report(report, show, args.json)
 
 
 class _Bars:

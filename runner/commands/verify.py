@@ -14,7 +14,7 @@ from runner.commands.arguments import (
     not_negative,
     positive,
     quiet_transformers,
-    told,
+    show_report,
 )
 from runner.commands.checks import check_engine
 
@@ -127,7 +127,7 @@ def _run_vllm(args: argparse.Namespace) -> int:
             args.patience or kit.PATIENCE_S,
             progress=lambda name, done, total: status.update(f"{name} ({done} of {total})"),
         )
-    return told(report, show, args.json)
+    return show_report(report, show, args.json)
 
 
 def _is_tiny(model: str | None) -> bool:
@@ -180,4 +180,4 @@ def run(args: argparse.Namespace) -> int:
             attention=args.attention,
             exact=args.exact,
         )
-    return told(report, show, args.json)
+    return show_report(report, show, args.json)
