@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Lane, PlanKey, Wrappers
+from kvtier.attention._flashinfer_plan import GraphBuffers, Indices, Key, Lane, Wrappers
 from kvtier.attention.kernels import words
 from kvtier.attention.paged import Bounds, Int64s, Paged, faults
 from kvtier.geometry.spec import GroupSpec
@@ -31,7 +31,7 @@ class Batch(ABC):
     def __init__(self, group: GroupSpec, device: torch.device | str) -> None:
         self.group = group
         self.device = torch.device(device)
-        self.lanes: dict[PlanKey, Lane] = {}
+        self.lanes: dict[Key, Lane] = {}
         self.tokens = 0
         self.blocks = 0
         self.null_entries = 0
@@ -69,7 +69,7 @@ class Batch(ABC):
             )
 
     @abstractmethod
-    def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
+    def lane(self, wrappers: Wrappers, key: Key) -> Lane:
         """A wrapper for ``key``, planned for this step."""
 
 
@@ -86,7 +86,7 @@ class PagedBatch(Batch):
         batch.indices = batch.indices._replace(kv_indices=words.sent(pages, batch.device))
         return batch
 
-    def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
+    def lane(self, wrappers: Wrappers, key: Key) -> Lane:
         """The next wrapper of the ring."""
         return wrappers.eager(key, self, self.indices)
 
@@ -126,6 +126,6 @@ class GraphBatch(Batch):
         """
         del self.indices, self._slots, self._paged
 
-    def lane(self, wrappers: Wrappers, key: PlanKey) -> Lane:
+    def lane(self, wrappers: Wrappers, key: Key) -> Lane:
         """A wrapper of this batch's own, which reads its buffers."""
         return wrappers.graphed(key, self, self.indices, self._buffers)

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,24 +49,6 @@ OVERFLOW = "Increase the workspace buffer size"
 OUT_OF_MEMORY = "out of memory"
 """Part of CUDA's message, in torch's errors and in FlashInfer's, if an allocator other than torch's has no memory
 left."""
-
-
-class PlanKey(NamedTuple):
-    """The combination for which one wrapper is compiled and planned. The group is part of it: its index arrays are."""
-
-    group: str
-    block_tokens: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    window_left: int
-    """FlashInfer's: a key is seen iff query - key <= window_left; -1 for all."""
-    softcap: float | None
-    scale: float
-    sinks: bool
 
 
 class Indices(NamedTuple):
@@ -99,14 +81,113 @@ class GraphBuffers(NamedTuple):
     kv_last_page_len: Tensor
 
 
+class Key(Protocol):
+    """What a wrapper is made, planned and run for. The group is part of it: its index arrays are."""
+
+    @property
+    def group(self) -> str:
+        """The name of the group."""
+
+    @property
+    def int_bytes(self) -> tuple[int, int]:
+        """Of a wrapper's integers, on the device and pinned, each: for eager steps, and for captured ones."""
+
+    def make(self, library: Any, workspace: Tensor, buffers: GraphBuffers | None) -> Any:
+        """A wrapper of FlashInfer's; ``buffers``: for captured steps."""
+
+    def plan(self, wrapper: Any, indices: Indices, split_kv: bool) -> None:
+        """Plans it; with ``split_kv`` keys of a query may go to several thread blocks."""
+
+    def run(self, wrapper: Any, query: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor) -> None:
+        """Attention of a layer, into ``out``."""
+
+    def described(self) -> str:
+        """What distinguishes it, for an error."""
+
+
+class PlanKey(NamedTuple):
+    """A key of layers with K and V per head: FlashInfer compiles and fixes these values."""
+
+    group: str
+    block_tokens: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    window_left: int
+    """FlashInfer's: a key is seen iff query - key <= window_left; -1 for all."""
+    softcap: float | None
+    scale: float
+    sinks: bool
+
+    @property
+    def int_bytes(self) -> tuple[int, int]:
+        """As in ``Key``."""
+        return INT_WORKSPACE_BYTES, GRAPH_INT_WORKSPACE_BYTES
+
+    def make(self, library: Any, workspace: Tensor, buffers: GraphBuffers | None) -> Any:
+        """As in ``Key``; with sinks the kernel is compiled here."""
+        options: dict[str, Any] = {"backend": "fa2"}
+        if buffers is not None:
+            options |= {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": buffers.qo_indptr,
+                "paged_kv_indptr_buf": buffers.kv_indptr,
+                "paged_kv_indices_buf": buffers.kv_indices,
+                "paged_kv_last_page_len_buf": buffers.kv_last_page_len,
+            }
+        if self.sinks:
+            options |= _sink_kernel(self)
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
+        if buffers is not None:
+            small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
+            wrapper.reset_workspace_buffer(workspace, small)
+        return wrapper
+
+    def plan(self, wrapper: Any, indices: Indices, split_kv: bool) -> None:
+        """As in ``Key``."""
+        wrapper.plan(
+            indices.qo_indptr,
+            indices.kv_indptr,
+            indices.kv_indices,
+            indices.kv_last_page_len,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_tokens,
+            head_dim_vo=self.head_dim_v,
+            causal=True,
+            sm_scale=self.scale,
+            window_left=self.window_left,
+            logits_soft_cap=self.softcap,
+            q_data_type=self.q_dtype,
+            kv_data_type=self.kv_dtype,
+            disable_split_kv=not split_kv,
+        )
+
+    def run(self, wrapper: Any, query: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor) -> None:
+        """As in ``Key``."""
+        more = () if sinks is None else (sinks, self.scale)
+        wrapper.run(query, (k, v), *more, out=out)
+
+    def described(self) -> str:
+        """As in ``Key``."""
+        return (
+            f"head sizes {self.head_dim} and {self.head_dim_v}, {self.q_dtype}, K and V in {self.kv_dtype}, "
+            f"window_left {self.window_left}"
+        )
+
+
 @dataclass(eq=False)
 class Lane:
     """A wrapper, its plan key, and the moment behind its last plan."""
 
-    key: PlanKey
+    key: Key
     wrapper: Any
     planned: Moment
-    proven: set[PlanKey]
+    proven: set[Key]
     """Keys that have run once, on any lane."""
     owner: weakref.ref[Any] | None = None
     """The owner of the step planned last. A batch holds its lanes; if they held it too, both would outlive their
@@ -121,26 +202,8 @@ class Lane:
         """Plans ``owner``'s step. Waits only for the copy of this wrapper's last plan."""
         self.owner = None
         self.planned.synchronize()
-        key = self.key
-        with _explained(key, key in self.proven):
-            self.wrapper.plan(
-                indices.qo_indptr,
-                indices.kv_indptr,
-                indices.kv_indices,
-                indices.kv_last_page_len,
-                key.num_qo_heads,
-                key.num_kv_heads,
-                key.head_dim,
-                key.block_tokens,
-                head_dim_vo=key.head_dim_v,
-                causal=True,
-                sm_scale=key.scale,
-                window_left=key.window_left,
-                logits_soft_cap=key.softcap,
-                q_data_type=key.q_dtype,
-                kv_data_type=key.kv_dtype,
-                disable_split_kv=not split_kv,
-            )
+        with _explained(self.key, self.key in self.proven):
+            self.key.plan(self.wrapper, indices, split_kv)
         self.planned.record()
         self.owner = weakref.ref(owner)
 
@@ -149,9 +212,8 @@ class Lane:
         since."""
         if self.owner is None or self.owner() is not owner:
             raise StepError("this step's attention plan was given to a later step; attend while the step is current")
-        more = () if sinks is None else (sinks, self.key.scale)
         try:
-            self.wrapper.run(query, (k, v), *more, out=out)
+            self.key.run(self.wrapper, query, k, v, sinks, out)
         except Exception:
             with _explained(self.key, self.has_run or self.key in self.proven):  # only now: it takes time
                 raise
@@ -171,14 +233,15 @@ class Wrappers:
         self._device = device
         self._ring = ring
         self._split_kv = split_kv
-        self._rings: dict[PlanKey, list[Lane]] = {}
-        self._turns: dict[PlanKey, int] = {}
+        self._rings: dict[Key, list[Lane]] = {}
+        self._turns: dict[Key, int] = {}
         self._graph_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-        self._proven: set[PlanKey] = set()
+        self._proven: set[Key] = set()
+        self._most_int_bytes = (INT_WORKSPACE_BYTES, GRAPH_INT_WORKSPACE_BYTES)
         self._library = load_library()
         self._float_workspace = _workspace(workspace_bytes, device)
 
-    def eager(self, key: PlanKey, owner: object, indices: Indices) -> Lane:
+    def eager(self, key: Key, owner: object, indices: Indices) -> Lane:
         """The next wrapper in turn for ``key``, planned."""
         ring = self._rings.setdefault(key, [])
         turn = (self._turns.get(key, -1) + 1) % self._ring
@@ -188,7 +251,7 @@ class Wrappers:
         ring[turn].plan(owner, indices, self._split_kv)
         return ring[turn]
 
-    def graphed(self, key: PlanKey, owner: object, indices: Indices, buffers: GraphBuffers) -> Lane:
+    def graphed(self, key: Key, owner: object, indices: Indices, buffers: GraphBuffers) -> Lane:
         """A wrapper that reads ``buffers`` for as long as it lives, planned."""
         lane = self._make(key, buffers)
         self._graph_lanes.add(lane)
@@ -217,34 +280,29 @@ class Wrappers:
 
     def held(self) -> Held:
         """The memory that is held now."""
-        return self._bytes(sum(map(len, self._rings.values())), len(self._graph_lanes))
+        lanes = [lane for ring in self._rings.values() for lane in ring]
+        eager = sum(lane.key.int_bytes[0] for lane in lanes)
+        return self._total(
+            eager + sum(lane.key.int_bytes[1] for lane in self._graph_lanes), len(lanes) + len(self._graph_lanes)
+        )
 
     def most(self, kinds: int, captured: int) -> Held:
-        """The memory that is held in the end: full rings of ``kinds``, and ``captured`` sizes of decode steps."""
-        return self._bytes(kinds * self._ring, kinds * captured)
+        """The memory that is held in the end: full rings of ``kinds``, and ``captured`` sizes of decode steps.
 
-    def _bytes(self, eager: int, graphed: int) -> Held:
-        """Memory of this many wrappers of each sort, and of the workspace that they share."""
-        pinned = eager * INT_WORKSPACE_BYTES + graphed * GRAPH_INT_WORKSPACE_BYTES
-        return Held(self._float_workspace.numel() + pinned + (eager + graphed) * KV_LENS_BYTES, pinned)
+        Of the largest kind that has been planned so far.
+        """
+        eager, graphed = self._most_int_bytes
+        return self._total(kinds * (self._ring * eager + captured * graphed), kinds * (self._ring + captured))
 
-    def _make(self, key: PlanKey, buffers: GraphBuffers | None = None) -> Lane:
-        options: dict[str, Any] = {"backend": "fa2"}
-        if buffers is not None:
-            options |= {
-                "use_cuda_graph": True,
-                "qo_indptr_buf": buffers.qo_indptr,
-                "paged_kv_indptr_buf": buffers.kv_indptr,
-                "paged_kv_indices_buf": buffers.kv_indices,
-                "paged_kv_last_page_len_buf": buffers.kv_last_page_len,
-            }
-        if key.sinks:
-            options |= _sink_kernel(key)
-        with _explained(key, key in self._proven):  # with sinks the kernel is compiled here
-            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._float_workspace, "NHD", **options)
-            if buffers is not None:
-                small = torch.empty(GRAPH_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-                wrapper.reset_workspace_buffer(self._float_workspace, small)
+    def _total(self, integers: int, lanes: int) -> Held:
+        """Memory of this many wrappers with so many bytes of integers, and of the workspace that they share."""
+        return Held(self._float_workspace.numel() + integers + lanes * KV_LENS_BYTES, integers)
+
+    def _make(self, key: Key, buffers: GraphBuffers | None = None) -> Lane:
+        eager, graphed = self._most_int_bytes
+        self._most_int_bytes = max(eager, key.int_bytes[0]), max(graphed, key.int_bytes[1])
+        with _explained(key, key in self._proven):
+            wrapper = key.make(self._library, self._float_workspace, buffers)
         return Lane(key, wrapper, new_moment(self._device), self._proven)
 
 
@@ -296,7 +354,7 @@ def load_library() -> Any:
 
 
 @contextmanager
-def _explained(key: PlanKey, has_run: bool) -> Iterator[None]:
+def _explained(key: Key, has_run: bool) -> Iterator[None]:
     """Translates FlashInfer's errors if memory is short, or if ``key`` is tried for the first time.
 
     In the second case any error means that FlashInfer cannot be used. Later errors are the device's and stay as they
@@ -321,11 +379,10 @@ def _explained(key: PlanKey, has_run: bool) -> Iterator[None]:
         raise unusable(key, problem) from problem
 
 
-def unusable(key: PlanKey, problem: Exception) -> AttentionUnavailable:
+def unusable(key: Key, problem: Exception) -> AttentionUnavailable:
     """The error for a plan key that FlashInfer does not support here."""
     return AttentionUnavailable(
-        f"FlashInfer cannot run group {key.group!r} (head sizes {key.head_dim} and {key.head_dim_v}, "
-        f"{key.q_dtype}, K and V in {key.kv_dtype}, window_left {key.window_left}): {type(problem).__name__}: "
+        f"FlashInfer cannot run group {key.group!r} ({key.described()}): {type(problem).__name__}: "
         f"{problem}; if a kernel is missing: it compiles them at first use, which takes the CUDA toolkit's nvcc "
         "(CUDA_HOME), and those that are there must be for this GPU (FLASHINFER_CUDA_ARCH_LIST); or use "
         "attention='reference'"

@@ -9,16 +9,18 @@ Does not   know models: it is given groups, a dtype and a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvtier.attention import exact, reference
+from kvtier.attention._flashinfer_latents import cannot_run_latents
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
 from kvtier.attention.names import check_name
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.device import install_extra
 from kvtier.machine.errors import AttentionUnavailable, NotExact
@@ -57,11 +59,16 @@ def choose(
     groups: Sequence[GroupSpec],
     dtype: torch.dtype | None = None,
     machine: Machine | None = None,
+    *,
+    latents: Collection[str] = (),
+    heads: int = 1,
+    batch_invariant: bool = False,
     only_torch: str | None = None,
 ) -> Choice:
     """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
 
-    ``only_torch``: what they are, if only the torch reference attends to such, as to latents (MLA).
+    ``latents``: names of the groups that keep latents (MLA), to which ``heads`` query heads attend, and whether that
+    must be ``batch_invariant``. ``only_torch``: what they are, if only the torch reference attends to such.
     Raises ``ConfigError`` for an unknown name, and ``AttentionUnavailable`` for "flashinfer" if it cannot run.
     """
     check_name(attention)
@@ -69,7 +76,7 @@ def choose(
         return Choice("reference", "asked for", required=True)
     device = torch.device(device)
     machine = Machine.here(device) if machine is None else machine
-    problem = obstacle(device, groups, dtype, machine)
+    problem = obstacle(device, groups, dtype, machine, latents, heads, batch_invariant)
     if only_torch and (problem is None or device.type == "cuda"):
         problem = f"of kvtier's backends only the torch reference attends to {only_torch}"
     if problem is None:
@@ -97,7 +104,13 @@ def exactly(attention: str, device: torch.device | str, dtype: torch.dtype | Non
 
 
 def obstacle(
-    device: torch.device, groups: Sequence[GroupSpec], dtype: torch.dtype | None, machine: Machine
+    device: torch.device,
+    groups: Sequence[GroupSpec],
+    dtype: torch.dtype | None,
+    machine: Machine,
+    latents: Collection[str] = (),
+    heads: int = 1,
+    batch_invariant: bool = False,
 ) -> str | None:
     """The reason why FlashInfer cannot run, and the fix; None if it can."""
     if device.type != "cuda":
@@ -113,9 +126,16 @@ def obstacle(
     if problem := too_old(machine.flashinfer):
         return problem
     for group in groups:
+        if group.attention.kind is Kind.STATE:
+            continue
         kv: torch.dtype = getattr(torch, group.dtype)
         narrow = kv.itemsize == 1  # else K and V may come in the weights' dtype, whatever the config says
-        problem = cannot_run(*group.head_dims, dtype or (torch.bfloat16 if narrow else kv), kv if narrow else None)
+        computed = dtype or (torch.bfloat16 if narrow else kv)
+        if group.name in latents:
+            how: Any = {"heads": heads, "batch_invariant": batch_invariant}
+            problem = cannot_run_latents(group, computed, kv if narrow else computed, machine.capability, **how)
+        else:
+            problem = cannot_run(*group.head_dims, computed, kv if narrow else None)
         if problem is not None:
             return f"FlashInfer cannot run group {group.name!r}: {problem}"
     return None

@@ -19,19 +19,23 @@ K and V in 8-bit floats are read as they are. They have one scale per KV head, w
 express. So scales go into the queries before and into the output after (fp8.py), and soft caps and sinks see true
 scores.
 
+Latents (MLA) have wrappers and kernels of their own (_flashinfer_latents.py), on Hopper FlashInfer's "fa3".
+
 ``batch_invariant`` keeps FlashInfer from splitting the keys of a query over thread blocks by the load of the batch. The
 tile of queries still depends on the batch: FlashInfer picks it by the mean number of queries of its entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtier.attention import _flashinfer_batch as batches, kernels
-from kvtier.attention._flashinfer_plan import Held as Held, PlanKey, Wrappers
+from kvtier.attention._flashinfer_latents import LatentKey, cannot_run_latents, padded_heads
+from kvtier.attention._flashinfer_plan import Held as Held, Key, Lane, PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
@@ -74,7 +78,10 @@ class FlashInfer:
         check_indices: bool = False,
     ) -> None:
         self.check_indices = check_indices
-        self._wrappers = Wrappers(torch.device(device), workspace_bytes, ring, split_kv=not batch_invariant)
+        self._batch_invariant = batch_invariant
+        device = torch.device(device)
+        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        self._wrappers = Wrappers(device, workspace_bytes, ring, split_kv=not batch_invariant)
         self._sound_views: set[tuple[Any, ...]] = set()
 
     def workspace_bytes(self) -> int:
@@ -157,26 +164,81 @@ class FlashInfer:
         are torch's and FlashInfer's own.
         """
         _check_rows(batch, query)
-        self._check_views(k_cache, v_cache)
+        self._check_views(check_views, k_cache, v_cache)
         key = _plan_key(query, k_cache, v_cache, batch.group, scale, softcap, sinks)
         out = query.new_empty(*query.shape[:2], v_cache.shape[3])
         if not batch.tokens:
             return out
-        lane = batch.lanes.get(key)
-        if lane is None:
-            batch.blocks = k_cache.shape[0]
-            if self.check_indices:
-                batch.check()
-            lane = batch.lanes[key] = batch.lane(self._wrappers, key)
+        lane = self._lane(batch, key, k_cache.shape[0])
         logits = None if sinks is None else sinks.float().contiguous()
         lane.run(batch, _readable(fold_query(query, k_scale)), k_cache, v_cache, logits, out)
         return fold_output(out, v_scale)
 
-    def _check_views(self, k: Tensor, v: Tensor) -> None:
+    @torch.no_grad()
+    def attend_latent(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: batches.Batch,
+        *,
+        scale: float,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of ``query`` [T, Hq, r + p] to latents and rotated keys; returns mixed latents [T, Hq, r].
+
+        ``k_cache`` [blocks, block_tokens, 1, r] has the latents, ``v_cache`` [..., p] the rotated keys: together they
+        are a token's key, and the latent is its value, too. Scales of float8 pools are float32 [1]. Raises what
+        ``attend`` raises.
+        """
+        _check_rows(batch, query)
+        self._check_views(check_latent_views, k_cache, v_cache)
+        heads, rank = query.shape[1], k_cache.shape[3]
+        problem = cannot_run_latents(
+            batch.group,
+            query.dtype,
+            k_cache.dtype,
+            self._capability,
+            heads=heads,
+            batch_invariant=self._batch_invariant,
+        )
+        if problem is not None:
+            raise _unavailable(batch.group, problem)
+        key = LatentKey(
+            group=batch.group.name,
+            block_tokens=k_cache.shape[1],
+            num_heads=padded_heads(heads),
+            rank=rank,
+            rotated=v_cache.shape[3],
+            q_dtype=query.dtype,
+            kv_dtype=k_cache.dtype,
+            scale=float(scale),
+            kernels="fa3" if self._capability[0] == 9 else "fa2",
+        )
+        rows = query.new_zeros(len(query), key.num_heads, query.shape[2])
+        rows[:, :heads, :rank] = fold_query(query[..., :rank], k_scale)
+        rows[:, :heads, rank:] = fold_query(query[..., rank:], v_scale)
+        out = query.new_empty(*rows.shape[:2], rank)
+        if batch.tokens:
+            self._lane(batch, key, k_cache.shape[0]).run(batch, rows, k_cache, v_cache, None, out)
+        return fold_output(out[:, :heads], k_scale)
+
+    def _lane(self, batch: batches.Batch, key: Key, blocks: int) -> Lane:
+        """The wrapper that is planned for ``key`` in this batch; planned now, if it is the first layer."""
+        lane = batch.lanes.get(key)
+        if lane is None:
+            batch.blocks = blocks
+            if self.check_indices:
+                batch.check()
+            lane = batch.lanes[key] = batch.lane(self._wrappers, key)
+        return lane
+
+    def _check_views(self, check: Callable[[Tensor, Tensor], None], k: Tensor, v: Tensor) -> None:
         """The rules for pools that are read in place; checked once per view."""
         seen = k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.dtype
         if seen not in self._sound_views:
-            check_views(k, v)
+            check(k, v)
             self._sound_views.add(seen)
 
 
@@ -201,18 +263,34 @@ def check_views(k: Tensor, v: Tensor) -> None:
     Rows are loaded 16 bytes at a time: base addresses and strides must be multiples of 16, the last dimension
     contiguous. K and V need equal strides (others take a second kernel, compiled at first use), below 2**32 elements.
     """
-    for what, x in (("K", k), ("V", v)):
-        item = x.element_size()
-        if x.stride(-1) != 1 or any(s * item % _ALIGN_BYTES or s >= _MAX_STRIDE for s in x.stride()[:-1]):
-            raise ConfigError(f"{what} has strides {x.stride()} of {item} bytes; FlashInfer reads 16 bytes at a time")
-        if x.data_ptr() % _ALIGN_BYTES:
-            raise ConfigError(
-                f"{what} begins at an address that is no multiple of {_ALIGN_BYTES}; FlashInfer needs one"
-            )
+    _check_readable("K", k)
+    _check_readable("V", v)
     if k.stride() != v.stride() or k.dtype != v.dtype:
         raise ConfigError(
             f"K has strides {k.stride()} of {k.dtype} and V {v.stride()} of {v.dtype}; they must be equal"
         )
+
+
+def check_latent_views(k: Tensor, v: Tensor) -> None:
+    """Raises ``ConfigError`` unless FlashInfer can read latents ``k`` and rotated keys ``v`` [..., 1, r or p] in place.
+
+    The rules of ``check_views``, but that strides may differ.
+    """
+    _check_readable("the pool of latents", k)
+    _check_readable("the pool of rotated keys", v)
+    if k.shape[:3] != v.shape[:3] or k.shape[2] != 1 or k.dtype != v.dtype:
+        raise ConfigError(
+            f"latents are {k.dtype} {list(k.shape)} and rotated keys {v.dtype} {list(v.shape)}; each token has one of "
+            "each, in one dtype"
+        )
+
+
+def _check_readable(what: str, x: Tensor) -> None:
+    item = x.element_size()
+    if x.stride(-1) != 1 or any(s * item % _ALIGN_BYTES or s >= _MAX_STRIDE for s in x.stride()[:-1]):
+        raise ConfigError(f"{what} has strides {x.stride()} of {item} bytes; FlashInfer reads 16 bytes at a time")
+    if x.data_ptr() % _ALIGN_BYTES:
+        raise ConfigError(f"{what} begins at an address that is no multiple of {_ALIGN_BYTES}; FlashInfer needs one")
 
 
 def workspace_bytes_for(num_qo_heads: int, num_kv_heads: int, head_dim_v: int, rows: int, multiprocessors: int) -> int:
@@ -240,7 +318,7 @@ def _plan_key(
     if sinks is not None and softcap is not None:
         problem = "it has no kernel with both sinks and a soft cap"
     if problem is not None:
-        raise AttentionUnavailable(f"FlashInfer cannot run group {group.name!r}: {problem}; use attention='reference'")
+        raise _unavailable(group, problem)
     if sinks is not None and sinks.shape != (heads,):
         raise StepError(f"{list(sinks.shape)} sinks for {heads} query heads")
     window = group.attention.span_tokens - 1 if group.attention.kind is Kind.WINDOW else -1
@@ -258,6 +336,10 @@ def _plan_key(
         scale=float(scale),
         sinks=sinks is not None,
     )
+
+
+def _unavailable(group: GroupSpec, problem: str) -> AttentionUnavailable:
+    return AttentionUnavailable(f"FlashInfer cannot run group {group.name!r}: {problem}; use attention='reference'")
 
 
 def _check_rows(batch: batches.Batch, rows: Tensor) -> None:

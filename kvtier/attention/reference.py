@@ -155,16 +155,16 @@ def attend_latent(
 ) -> Tensor:
     """Attention of ``query`` [T, Hq, r + p] to latents and rotated keys; returns mixed latents [T, Hq, r].
 
-    ``k_cache`` [blocks, block_tokens, 1, r] has the latents, ``v_cache`` [..., p] the rotated keys: together they are
-    a token's key, and the latent is its value, too. Scales of float8 pools are float32 [1]. ``attend`` is what attends
-    to them, and raises.
+    They are in query's dtype. ``k_cache`` [blocks, block_tokens, 1, r] has the latents, ``v_cache`` [..., p] the
+    rotated keys: together they are a token's key, and the latent is its value, too. Scales of float8 pools are float32
+    [1]. ``attend`` is what attends to them, and raises.
     """
-    rank = k_cache.shape[3]
+    rank, dtype = k_cache.shape[3], query.dtype
     if k_scale is not None and v_scale is not None:
         query = torch.cat([query[..., :rank].float() * k_scale, query[..., rank:].float() * v_scale], -1)
     rows = _rows(k_cache, v_cache)
     out = attend(query, rows, rows[..., :rank], batch, scale=scale)
-    return out if k_scale is None else out * k_scale
+    return out if k_scale is None else (out * k_scale).to(dtype)
 
 
 def _rows(k_cache: Tensor, v_cache: Tensor) -> Tensor:

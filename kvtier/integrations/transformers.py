@@ -258,6 +258,16 @@ def is_latent(hf_config: Any) -> bool:
     return any(field(_layer_config(text, i), "kv_lora_rank") for i in range(int(text.num_hidden_layers)))
 
 
+def latent_groups(hf_config: Any, spec: CacheSpec) -> frozenset[str]:
+    """Names of the groups of ``spec`` that keep latents (``is_latent``)."""
+    text, places = text_config(hf_config), spec.places("kv")
+    return frozenset(
+        place[0]
+        for i, place in enumerate(places)
+        if place is not None and field(_layer_config(text, i), "kv_lora_rank")
+    )
+
+
 def _shape(config: Any, layer_type: str, i: int) -> _Shape:
     if field(config, "kv_lora_rank"):  # the latent stands for K, the rotated key for V
         sizes = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")

@@ -137,6 +137,7 @@ class Service:
 
     def _prepare_steps(self, max_tokens: int, max_rows: int, cuda_graphs: bool) -> _Steps:
         """The model's attention tried, and room made for captured decodes, before pools are sized."""
+        self.model.check_steps(max_tokens, max_rows)
         kinds = self.model.try_attention(self.spec)
         capturing = cuda_graphs and why_eager(self.model) is None
         if capturing:

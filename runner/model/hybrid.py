@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention import choice
+from kvtier.attention._flashinfer_latents import MOST_WORK, latent_workspace_bytes, most_work
 from kvtier.attention.choice import Choice
 from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace_bytes_for
 from kvtier.attention.kernels import words
@@ -28,7 +29,7 @@ from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.refusals import refuse_to_attend
-from kvtier.integrations.transformers import is_latent, query_heads, text_config
+from kvtier.integrations.transformers import latent_groups, query_heads, text_config
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable, NotExact
 from runner.model import checkpoint
@@ -55,11 +56,16 @@ def _spec_to_attend(hf_config: Any, weights: torch.dtype | None = None) -> Cache
     return spec
 
 
-def _chosen(attention: str, device: Any, spec: CacheSpec, dtype: torch.dtype | None, config: Any) -> Choice:
+def _chosen(
+    attention: str, device: Any, spec: CacheSpec, dtype: torch.dtype | None, config: Any, batch_invariant: bool
+) -> Choice:
     """The backend for a model of these groups."""
     own = "compressed entries" if any(spec.places("entries")) else None
-    own = "what an index picks" if any(spec.places("index")) else "latents (MLA)" if is_latent(config) else own
-    return choice.choose(attention, device, spec.groups, dtype, only_torch=own)
+    own = "what an index picks" if any(spec.places("index")) else own
+    latents = latent_groups(config, spec)
+    heads = max(query_heads(config, spec)) if latents else 1
+    how: Any = {"latents": latents, "heads": heads, "batch_invariant": batch_invariant, "only_torch": own}
+    return choice.choose(attention, device, spec.groups, dtype, **how)
 
 
 def _check_exact(spec: CacheSpec, config: Any) -> None:
@@ -99,7 +105,7 @@ class HybridModel:
             name_of_it = getattr(backend, "name", getattr(backend, "__name__", "custom"))
             attention = Choice(name_of_it, "given by the caller", required=True)
         elif isinstance(attention, str):
-            attention = _chosen(attention, model.device, spec, model.dtype, model.config)
+            attention = _chosen(attention, model.device, spec, model.dtype, model.config, batch_invariant)
         self.attention: Choice = attention
         self.model = model
         self.tokenizer = tokenizer
@@ -170,7 +176,7 @@ class HybridModel:
             _check_exact(spec, config)
             chosen = choice.exactly(attention, device, known)
         else:
-            chosen = _chosen(attention, device, spec, known, config)
+            chosen = _chosen(attention, device, spec, known, config, batch_invariant)
         model = cls(
             _weights_on(device, folder, config, wanted),
             checkpoint.read_tokenizer(folder),
@@ -298,6 +304,16 @@ class HybridModel:
         self.backend.forget()
         return kinds
 
+    def check_steps(self, tokens: int, rows: int) -> None:
+        """Makes sure that FlashInfer can plan steps of this many tokens and entries; else the torch reference takes
+        over, or ``AttentionUnavailable`` is raised, as in ``try_attention``."""
+        if self.attention.name != "flashinfer" or not self.latents:
+            return
+        heads = max(query_heads(self.config, self.spec(1)))
+        if most_work(heads, max(tokens, rows), rows, _multiprocessors(self.device)) > MOST_WORK:
+            problem = f"it cannot plan steps of {tokens:,} tokens with {heads} heads over latents"
+            self.fall_back(AttentionUnavailable(f"FlashInfer: {problem}; lower max_batched_tokens"))
+
     def make_room(self, rows: int) -> None:
         """Enlarges FlashInfer's workspace for captured decode steps of ``rows`` rows; never shrinks it.
 
@@ -364,14 +380,21 @@ def max_tokens(config: Any) -> int | None:
         return None
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def _workspace_bytes(config: Any, spec: CacheSpec, device: torch.device, rows: int) -> int:
     """Bytes of FlashInfer's shared workspace: the greatest need of a layer for graphs of ``rows`` rows."""
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    most = 0
+    units = _multiprocessors(device)
+    most, latents = 0, latent_groups(config, spec)
     for heads, place in zip(query_heads(config, spec), spec.places("kv"), strict=True):
         if place is None:
             continue
         group = spec.group(place[0])
+        if place[0] in latents:
+            most = max(most, latent_workspace_bytes(group.head_dim, units))
+            continue
         most = max(most, workspace_bytes_for(heads, group.num_kv_heads, group.head_dims[1], rows, units))
     return most
 

@@ -13,6 +13,8 @@ in float64 what the arrays that reached it mean:
   - a window's keys are loaded from the first query's first key on, and what is loaded but masked has weight 0: not
     finite there is not finite in the output.
 
+Kernels for latents are in flashinfer_latents_standin.py.
+
 The stream runs as late as it may: a copy or kernel runs when somebody waits for a moment behind it, or at ``drain``.
 """
 
@@ -34,6 +36,9 @@ import torch
 from pytest import MonkeyPatch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from attention import flashinfer_latents_standin as latents
+from attention.flashinfer_latents_standin import Latents
 
 CAUSAL, NHD = 1, 0
 _PLAN_ARGS = (
@@ -99,7 +104,9 @@ class Gpu:
     plans: list[SimpleNamespace] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     modules: list[Compiled] = field(default_factory=list)
-    cannot_build: Callable[[Compiled], bool] = lambda compiled: False
+    latents: Latents = field(default_factory=Latents)
+    """Those of kernels for latents."""
+    cannot_build: Callable[[Any], bool] = lambda compiled: False
     waits: int = 0
     """Waits that found work undone."""
     _queue: list[Callable[[], None]] = field(default_factory=list)
@@ -326,7 +333,7 @@ class _Spec:
         return Module(self._gpu, self._compiled)
 
 
-class _Unpinned:
+class Unpinned:
     """torch, but for pinned memory, which takes a GPU."""
 
     def __getattr__(self, name: str) -> Any:
@@ -380,6 +387,7 @@ def on_a_late_stream(monkeypatch: Any) -> Iterator[Gpu]:
 
     for name in ("get_batch_prefill_module", "get_batch_prefill_jit_module"):
         getattr(prefill, name).cache_clear()
+    latents.forget()
     stand_ins = {
         "gen_batch_prefill_module": default,
         "_gen_batch_prefill_primary_module": default,
@@ -389,11 +397,13 @@ def on_a_late_stream(monkeypatch: Any) -> Iterator[Gpu]:
     with monkeypatch.context() as patch:
         for name, stand_in in stand_ins.items():
             patch.setattr(prefill, name, stand_in, raising=not name.startswith("_"))
-        patch.setattr(prefill, "torch", _Unpinned())
+        patch.setattr(prefill, "torch", Unpinned())
+        latents.patch_in(patch, gpu, Unpinned())
         patch.setattr(plans, "new_moment", gpu.moment)
         try:
             yield gpu
         finally:
             gpu.stop()
+            latents.forget()
     for name in ("get_batch_prefill_module", "get_batch_prefill_jit_module"):
         getattr(prefill, name).cache_clear()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError
+from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError, Part, RecurrentState
 from kvtier.attention import choice, reference
 from kvtier.attention.choice import Choice, Machine, choose
 from kvtier.attention.flashinfer import FlashInfer
@@ -59,15 +59,37 @@ def test_auto_falls_back_and_says_why_and_flashinfer_raises_the_same(name: str) 
     assert choose("reference", device, groups, machine=machine) == Choice("reference", "asked for", True)
 
 
-def test_latents_are_attended_to_by_the_reference_and_the_note_says_why() -> None:
-    """Whatever their sizes: [192, 128] are sizes of heads that FlashInfer computes."""
-    for groups in ([group(512, head_dim_v=64)], [group(192, head_dim_v=128)], [group(64)]):
-        found = choose("auto", "cuda:0", groups, machine=HOPPER, only_torch="latents (MLA)")
+def test_latents_have_kernels_of_their_own() -> None:
+    """By a group's name: 192 with 128 are sizes of heads that FlashInfer computes, and of latents that it does not."""
+    latents: Any = {"machine": HOPPER, "latents": {"full"}, "heads": 128}
+    for asked in ("auto", "flashinfer"):
+        found = choose(asked, "cuda:0", [group(512, head_dim_v=64)], torch.bfloat16, **latents)
+        assert found.name == "flashinfer"
+    for groups in ([group(192, head_dim_v=128)], [group(64)], [group(256, head_dim_v=32)]):
+        found = choose("auto", "cuda:0", groups, **latents)
+        assert found.name == "reference" and "it computes latents of 512 with rotated keys of 64, not" in found.reason
+    with pytest.raises(AttentionUnavailable, match=r"leave batch_invariant out; or use attention='auto'"):
+        choose("flashinfer", "cuda:0", [group(512, head_dim_v=64)], batch_invariant=True, **latents)
+    in_8_bits = [group(512, "fp8", head_dim_v=64)]
+    assert choose("auto", "cuda:0", in_8_bits, **latents).name == "flashinfer"
+    blackwell = latents | {"machine": Machine("0.7.2", (10, 0))}
+    assert "on Hopper" in choose("auto", "cuda:0", in_8_bits, **blackwell).reason
+    assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], **latents).reason
+
+
+def test_what_only_the_reference_attends_to_is_told() -> None:
+    for groups in ([group(512, head_dim_v=64)], [group(64)]):
+        found = choose("auto", "cuda:0", groups, machine=HOPPER, only_torch="what an index picks")
         assert (found.name, found.required) == ("reference", False)
-        assert "only the torch reference attends to latents (MLA)" in found.reason
-        with pytest.raises(AttentionUnavailable, match=r"latents \(MLA\); or use attention='auto'"):
-            choose("flashinfer", "cuda:0", groups, machine=HOPPER, only_torch="latents (MLA)")
-    assert "device is cpu" in choose("auto", "cpu", [group(512, head_dim_v=64)], only_torch="latents (MLA)").reason
+        assert "only the torch reference attends to what an index picks" in found.reason
+        with pytest.raises(AttentionUnavailable, match=r"an index picks; or use attention='auto'"):
+            choose("flashinfer", "cuda:0", groups, machine=HOPPER, only_torch="what an index picks")
+
+
+def test_states_beside_k_and_v_are_no_obstacle() -> None:
+    """They are no work of an attention's."""
+    state = GroupSpec("state", RecurrentState([Part("s", (4, 4), "float32")]), 2)
+    assert choose("auto", "cuda:0", [group(), state], torch.bfloat16, HOPPER).name == "flashinfer"
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:
