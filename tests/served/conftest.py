@@ -25,7 +25,14 @@ MAX_RUNNING = 5
 SMALL = {"full": 200, "sliding": 120, "chunked": 160}
 """Blocks of the needle model."""
 Serving = tuple[HybridModel, KVCache, Scheduler]
-SHAPES = {"mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128}, "gemma4": {"head_dim": 64, "global_head_dim": 128}}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+SHAPES = {
+    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128},
+    "gemma4": {"head_dim": 64, "global_head_dim": 128},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT | {"num_attention_heads": 5},
+    "kimi_linear": LATENT,
+}
 """Head sizes that FlashInfer computes, where 64 for all will not do."""
 
 

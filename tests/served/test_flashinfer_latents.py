@@ -1,0 +1,122 @@
+"""Models with latents (MLA) over FlashInfer's own Python and stand-in kernels: logits, captures, memory, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from breadth import sample
+from families import zoo
+
+from kvtier.attention.choice import Choice
+from kvtier.geometry.kinds import Kind
+from kvtier.machine.errors import AttentionUnavailable
+from runner import LLM, SamplingParams
+from runner.model.graphs import DecodeGraphs
+from runner.model.hybrid import HybridModel
+
+from .conftest import MAX_RUNNING, SHAPES, Serving
+from .cpu_graph import CpuGraphs
+from .test_graphs import requests
+
+FAMILIES = ["deepseek_v3", "glm4_moe_lite", "kimi_linear"]
+FAMILIES = [name for name in FAMILIES if name in zoo.ZOO]
+
+
+def states_of(cache: Any) -> list[Any]:
+    """All parts of all states on the device."""
+    groups = [g for g in cache.spec.groups if g.attention.kind is Kind.STATE]
+    return [part for g in groups for layer in range(g.num_layers) for part in cache.state(g.name, layer)]
+
+
+@pytest.mark.parametrize("name", sample(FAMILIES, ["glm4_moe_lite", "kimi_linear"]))
+def test_steps_give_the_logits_of_the_torch_reference(
+    name: str, serve: Callable[..., Serving], flashinfer: Any
+) -> None:
+    """Eagerly and captured; 5 heads, which are padded; beside recurrent layers, whose steps are not captured."""
+    model, cache, scheduler = serve(name)
+    reference = HybridModel(model.model, attention="reference")
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
+    if not model.mixers.layers:
+        graphs.capture()
+    for request in requests(5):
+        scheduler.add(request)
+    compared = 0
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        before = [(part, part.clone()) for part in states_of(cache)]
+        want = reference.forward(step, cache)
+        for part, old in before:  # a second forward would go on from the first's
+            part.copy_(old)
+        eager = model.forward(step, cache)
+        got = graphs.forward(step)
+        limit = 0.02 * float(want.abs().max()) if want.numel() else 0.0
+        for logits in (eager, got):
+            assert logits is None or bool(((logits - want).abs() <= limit).all())
+        compared += len(want)
+        scheduler.commit(step, want.argmax(-1).numpy())
+    assert compared > 20 and flashinfer.latents.launches and flashinfer.plans == []
+    assert graphs.replayed > 2 or model.mixers.layers
+    assert graphs.stats()["reasons"] == []
+
+
+def test_what_the_attention_will_hold_is_known_before_it_does(serve: Callable[..., Serving], flashinfer: Any) -> None:
+    model, cache, scheduler = serve("deepseek_v3")
+    kinds = model.try_attention(cache.spec)
+    assert kinds == 1
+    most = model.attention_memory(kinds, captured=4)
+    graphs = DecodeGraphs(model, cache, MAX_RUNNING, capture=CpuGraphs(flashinfer))
+    graphs.capture()
+    for request in requests(3):
+        scheduler.add(request)
+    for _ in range(4):
+        step = scheduler.schedule()
+        logits = model.forward(step, cache)
+        scheduler.commit(step, logits.argmax(-1).numpy())
+    assert most == (model.backend.workspace_bytes(), model.backend.pinned_bytes())
+
+
+@pytest.fixture
+def as_if_on_cuda(flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    def choose(required: bool) -> None:
+        chosen = Choice("flashinfer", "as if on CUDA", required)
+        monkeypatch.setattr("kvtier.attention.choice.choose", lambda *_, **options: chosen)
+
+    return choose
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_steps_too_large_for_a_plan(
+    required: bool, as_if_on_cuda: Callable[[bool], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before the cache is built, not amid a prompt."""
+    as_if_on_cuda(required)
+    model = HybridModel.load(zoo.build("deepseek_v3", tmp_path, **SHAPES["deepseek_v3"]), dtype="float16")
+    model.check_steps(8192, 256)
+    assert model.attention.name == "flashinfer"
+    how: Any = {"device_memory": "64MiB", "host_memory": 0, "max_batched_tokens": 600_000}
+    if required:
+        with pytest.raises(AttentionUnavailable, match=r"600,000 tokens with 4 heads over latents; lower max_batched"):
+            LLM(model, "cpu", **how)
+    else:
+        model.check_steps(600_000, 256)
+        assert model.attention.name == "reference" and "max_batched_tokens" in model.attention.reason
+        with LLM(model, "cpu", **how | {"max_batched_tokens": 64}) as llm:
+            assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_kernels_that_nobody_can_compile(
+    required: bool, as_if_on_cuda: Callable[[bool], None], flashinfer: Any, tmp_path: Path
+) -> None:
+    as_if_on_cuda(required)
+    flashinfer.cannot_build = lambda compiled: True
+    folder = zoo.build("deepseek_v3", tmp_path, **SHAPES["deepseek_v3"])
+    if required:
+        with pytest.raises(AttentionUnavailable, match=r"(?s)latents of 512 with rotated keys of 64, 4 heads.*nvcc"):
+            HybridModel.load(folder, dtype="float16")
+    else:
+        model = HybridModel.load(folder, dtype="float16")
+        assert model.attention.name == "reference" and "nvcc not found" in model.attention.reason
