@@ -83,4 +83,40 @@ MUTATIONS = (
         "attention/fp8 families/fp8",
         ("_attend", "fold_query(query.float(), k_scale)", "query.float()"),
     ),
+    mutation(
+        "latents_have_a_scale_of_their_own",
+        "I24",
+        "scores of absorbed queries are off by the scale of the family's heads",
+        "attention/flashinfer_latents",
+        ("LatentKey.plan", "self.scale", "(self.rank + self.rotated) ** -0.5"),
+    ),
+    mutation(
+        "latents_read_to_the_end_of_their_page",
+        "I15 I24",
+        "a stale tail of the last page is attended to",
+        "attention/flashinfer_latents",
+        (
+            "LatentKey.plan",
+            "pages * self.block_tokens + indices.kv_last_page_len",
+            "(pages + 1) * self.block_tokens",
+        ),
+    ),
+    mutation(
+        "latents_heads_are_not_padded",
+        "I24",
+        "a tile's last query loses a visible key, or the step is refused amid a prompt",
+        "attention/flashinfer_latents",
+        ("padded_heads", "1 << (heads - 1).bit_length()", "heads"),
+    ),
+    mutation(
+        "latents_and_rotated_keys_share_a_scale",
+        "I24",
+        "scores over 8-bit latents are wrong",
+        "attention/flashinfer_latents",
+        (
+            "FlashInfer.attend_latent",
+            "fold_query(query[..., rank:], v_scale)",
+            "fold_query(query[..., rank:], k_scale)",
+        ),
+    ),
 )
