@@ -26,6 +26,7 @@ import torch
 from benchmarks.gpu import main_job
 from benchmarks.gpu.figures import Figure
 from benchmarks.models import MODELS as CONFIGS
+from kvtier.attention._flashinfer_latents import LATENT_DIMS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.geometry.kinds import Kind
@@ -53,6 +54,8 @@ class Kernel:
     sinks: bool = False
     kv_dtype: torch.dtype | None = None
     """Of K and V, where it is another."""
+    latents: str = ""
+    """FlashInfer's name of its kernels for latents (MLA): "fa2" or "fa3"."""
 
 
 def of_models(names: Iterable[str]) -> set[Kernel]:
@@ -84,16 +87,31 @@ def of_tests() -> set[Kernel]:
     }
     found |= {Kernel(torch.bfloat16, *dims, window=True) for dims in ((256, 256), (192, 128))}
     half, bfloat, fp8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
-    return found | {
-        Kernel(half, 64, 64, window=False, softcap=True, kv_dtype=fp8),
-        Kernel(bfloat, 64, 64, window=True, sinks=True, kv_dtype=fp8),
-        Kernel(bfloat, 128, 128, window=False, kv_dtype=fp8),
-        Kernel(bfloat, 256, 256, window=True, kv_dtype=fp8),
-    }
+    return (
+        found
+        | of_latents()
+        | {
+            Kernel(half, 64, 64, window=False, softcap=True, kv_dtype=fp8),
+            Kernel(bfloat, 64, 64, window=True, sinks=True, kv_dtype=fp8),
+            Kernel(bfloat, 128, 128, window=False, kv_dtype=fp8),
+            Kernel(bfloat, 256, 256, window=True, kv_dtype=fp8),
+        }
+    )
+
+
+def of_latents() -> set[Kernel]:
+    """Those for latents that a GPU's own kernels are tried on: Hopper's, those of older ones, and in 8 bits."""
+    bfloat, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    ways = (("fa3", None), ("fa2", None), ("fa3", fp8))
+    return {Kernel(bfloat, *LATENT_DIMS, window=False, kv_dtype=kv, latents=name) for name, kv in ways}
 
 
 def spec_of(kernel: Kernel) -> Any:
     """What FlashInfer compiles for it: the module that the backend's wrappers load."""
+    if kernel.latents:
+        generate = importlib.import_module("flashinfer.jit").gen_batch_mla_module
+        dtypes = kernel.dtype, kernel.kv_dtype or kernel.dtype, kernel.dtype, torch.int32
+        return generate(kernel.latents, *dtypes, kernel.head_dim, kernel.head_dim_v, False)
     prefill = importlib.import_module("flashinfer.prefill")
     kv_dtype = kernel.kv_dtype or kernel.dtype
     if kernel.sinks:

@@ -43,7 +43,7 @@ def run(stage: Stage, subject: Served, model: str, rows: int, context: int) -> I
             v.normal_()
         attend = Attend(stage, subject, text.num_attention_heads, group)
         scheduler = Scheduler(cache, max_batched_tokens=stage.chunk, max_running=rows)
-        for what, step in _steps(scheduler, rows, context, CHUNKS * stage.chunk, new_tokens):
+        for what, step in steps(scheduler, rows, context, CHUNKS * stage.chunk, new_tokens):
             per_layer = {
                 name: attend.seconds(step, views) / group.num_layers
                 for name, views in (("block-major", strided), ("per layer", contiguous))
@@ -64,8 +64,11 @@ def room(group: GroupSpec, rows: int, context: int, chunk: int) -> tuple[int, in
     return new_tokens, pages
 
 
-def _steps(scheduler: Scheduler, rows: int, context: int, prompt: int, new_tokens: int) -> Iterator[tuple[str, Step]]:
-    """What is measured, each before it is committed; nothing is computed."""
+def steps(scheduler: Scheduler, rows: int, context: int, prompt: int, new_tokens: int) -> Iterator[tuple[str, Step]]:
+    """A long prompt's last chunk, then a decode of ``rows`` requests, each before it is committed; nothing is computed.
+
+    ``prompt``: tokens of the long one; ``context``: of the others, which generate ``new_tokens`` at most.
+    """
     rng = np.random.default_rng(0)
     scheduler.add(Request("long", rng.integers(0, 1000, prompt), 1))
     while scheduler.has_work():

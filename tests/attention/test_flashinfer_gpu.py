@@ -11,6 +11,7 @@ import torch
 
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, Scheduler, SlidingWindow
+from kvtier.attention import reference
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.attention.fp8 import layer_scales
 from kvtier.geometry.kv_scales import KVScales
@@ -111,6 +112,42 @@ def test_8_bits_with_scales(
             got = flash.attend(served.query(step, group, layer), k, v, batch, **given)
             want = expected(served, step, group, layer, **given)
             assert_near(got / pair[1].max(), want / pair[1].max(), how.get("softcap"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "capability"),
+    [
+        (16, "bfloat16", None),
+        (20, "bfloat16", None),
+        (128, "bfloat16", None),
+        (16, "bfloat16", (8, 0)),
+        (16, "fp8", None),
+    ],
+    ids=["16 heads", "20 heads", "128 heads", "older kernels", "8 bits"],
+)
+def test_latents(make_cache: Any, heads: int, dtype: str, capability: Any) -> None:
+    """Prompts in chunks mixed with decodes; every slot that no query sees is NaN."""
+    flash = FlashInfer("cuda:0", check_indices=True)
+    flash._capability = capability or flash._capability
+    if dtype == "fp8" and flash._capability[0] != 9:
+        pytest.skip("FlashInfer computes latents in 8 bits on Hopper alone")
+    group = GroupSpec("g", FullAttention(), 2, 1, 512, dtype, head_dim_v=64, block_tokens=16)
+    cache = make_cache(CacheSpec([group]), 120, device="cuda:0")
+    served = Served(cache, Scheduler(cache, max_batched_tokens=150, max_running=6), half=torch.bfloat16)
+    rng = np.random.default_rng(0)
+    for i in range(6):
+        served.add(f"r{i}", rng.integers(3, 100, rng.integers(1, 200)).tolist(), int(rng.integers(1, 9)))
+    scales = {n: torch.tensor([x], device="cuda:0") for n, x in (("k_scale", 0.5), ("v_scale", 4.0))}
+    how = {"scale": 0.07} | (scales if dtype == "fp8" else {})
+    for step in served.steps():
+        batch = flash.PagedBatch.from_step(step, group, "cuda:0")
+        plain = reference.PagedBatch.from_step(step, group, "cuda:0")
+        for layer in range(2):
+            k, v = cache.kv("g", layer)
+            flash.write_kv(k, v, *served.new_kv(step, group, layer), batch, **{n: how[n] for n in scales if n in how})
+            query = torch.from_numpy(rng.standard_normal((step.num_tokens, heads, 576))).to("cuda:0", torch.bfloat16)
+            got = flash.attend_latent(query, k, v, batch, **how)
+            assert_near(got, reference.attend_latent(query, k, v, plain, **how))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from attention.flashinfer_latents_standin import CompiledLatents
 from benchmarks.gpu import __main__ as command, kernels, main_job
 from benchmarks.gpu.figures import Figure, Section
 from benchmarks.gpu.kernels import Kernel
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.gpu.ttft import MODELS
+from kvtier.attention._flashinfer_latents import LatentKey
 from kvtier.attention._flashinfer_plan import Indices, PlanKey, Wrappers
 from kvtier.attention.choice import Machine, choose
 from kvtier.geometry.spec import CacheSpec
@@ -50,6 +52,17 @@ ALL = set[Kernel]().union(*(section.kernels() for section in SECTIONS))
 
 @pytest.mark.parametrize("kernel", sorted(ALL, key=str), ids=str)
 def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrappers = Wrappers(torch.device("cpu"), 1 << 10, 2, split_kv=True)
+    ends, page = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    indices = Indices(ends, ends, torch.ones(1, dtype=torch.int32), page)
+    if kernel.latents:
+        dims, kv = (kernel.head_dim, kernel.head_dim_v), kernel.kv_dtype or kernel.dtype
+        wrappers.eager(LatentKey("g", 16, 8, *dims, kernel.dtype, kv, 0.1, kernel.latents), wrappers, indices)
+        with monkeypatch.context() as patch:
+            patch.setattr("flashinfer.jit.gen_batch_mla_module", lambda *args: args)
+            name, *args = kernels.spec_of(kernel)
+        assert CompiledLatents(name, *args) == gpu.latents.modules[-1]
+        return
     with monkeypatch.context() as patch:  # the generator itself would write sources
         patch.setattr("flashinfer.prefill.gen_customize_batch_prefill_module", lambda *args, **how: (args, how))
         spec = kernels.spec_of(kernel)
@@ -67,9 +80,6 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
         scale=0.1,
         sinks=kernel.sinks,
     )
-    ends, page = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    indices = Indices(ends, ends, torch.ones(1, dtype=torch.int32), page)
-    wrappers = Wrappers(torch.device("cpu"), 1 << 10, 2, split_kv=True)
     wrappers.eager(key, wrappers, indices)
     loaded = gpu.modules[-1]
     if not kernel.sinks:

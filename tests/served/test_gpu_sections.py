@@ -18,7 +18,7 @@ from core.fake_cuda import FakeCuda, FakeSums
 from families import zoo
 from patience import FOREVER_S
 
-from benchmarks.gpu import decode, interference, layouts, link, main_job, serving, ttft
+from benchmarks.gpu import decode, interference, latents, layouts, link, main_job, serving, ttft
 from benchmarks.gpu.chip import peak_flops
 from benchmarks.gpu.clock import HostClock
 from benchmarks.gpu.figures import Budget, Figure
@@ -86,6 +86,23 @@ def flash_stage(stage: Stage, flashinfer: Any) -> Stage:
 
 def named(figures: Iterable[Figure]) -> dict[str, Figure]:
     return {f"{f.section}: {f.name}": f for f in figures}
+
+
+# --- latents ---------------------------------------------------------------------------------------------------------
+
+
+def test_latents_are_attended_to_by_both_backends(flash_stage: Stage, flashinfer: Any) -> None:
+    size = latents.Size(heads=4, layers=2, rows=3, context=40, chunks=2)
+    found = named(latents.run(Budget(FOREVER_S), replace(flash_stage, needs=""), size))
+    apart = [f for name, f in found.items() if "off the reference" in name]
+    assert len(apart) == 2 and all(f.ok and 0 <= f.value < latents.MOST_OFF for f in apart)
+    assert sum(f.unit == "us a layer" for f in found.values()) == 4 and flashinfer.latents.launches
+    assert latents.off(torch.full((3,), torch.nan), torch.ones(3)) == float("inf")
+
+
+def test_without_kernels_for_latents_it_says_so(stage: Stage) -> None:
+    [figure] = latents.run(Budget(FOREVER_S), replace(stage, needs="flashinfer"))
+    assert figure.ok is False and "device is cpu" in figure.note
 
 
 # --- time to first token ---------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_what_flashinfer_says_is_not_blamed_on_the_family(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "llama4", "deepseek_v3"])
 def test_replayed_graphs_give_the_eager_logits(name: str, make_cache: Any, tmp_path: Path) -> None:
     folder = zoo.build(name, tmp_path, **SHAPES.get(name, {"head_dim": 64}))
     model = HybridModel.load(folder, "cuda:0", "bfloat16", attention="flashinfer")
