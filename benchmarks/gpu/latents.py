@@ -50,9 +50,7 @@ def run(budget: Budget, stage: Stage | None = None, size: Size | None = None) ->
     if stage.needs:
         how: Any = {"latents": {group.name}, "heads": size.heads}
         try:
-            choose(
-                stage.needs, stage.link.device, [group], machine=Machine.here(torch.device(stage.link.device)), **how
-            )
+            choose(stage.needs, stage.link.device, [group], **how)
         except AttentionUnavailable as problem:
             yield Figure(SECTION, "not run", 0.0, "", at_least=1.0, note=str(problem))
             return
