@@ -73,13 +73,13 @@ def _attended(
 ) -> Iterator[Figure]:
     """One step over all layers, and over the first by the reference."""
     query = torch.randn(step.num_tokens, heads, sum(group.head_dims), device=stage.link.device).bfloat16()
-    scale = sum(group.head_dims) ** -0.5
+    scale, (k0, v0) = sum(group.head_dims) ** -0.5, views[0]
     plain = reference.PagedBatch.from_step(step, group, stage.link.device)
-    want = reference.attend_latent(query, *views[0], plain, scale=scale)
+    want = reference.attend_latent(query, k0, v0, plain, scale=scale)
     stage.clock.wait()
     begun = time.perf_counter()
     batch = flash.PagedBatch.from_step(step, group, stage.link.device)
-    got = flash.attend_latent(query, *views[0], batch, scale=scale)
+    got = flash.attend_latent(query, k0, v0, batch, scale=scale)
     planned = time.perf_counter() - begun
     yield Figure(SECTION, f"{what}, off the reference", off(got, want), "", at_most=MOST_OFF)
     yield Figure(SECTION, f"{what}, arrays, plan and first layer, on the host", 1e3 * planned, "ms")
@@ -97,7 +97,7 @@ def _attended(
     read = tokens * group.token_bytes / group.num_layers / max(seconds, 1e-9) / 1e9
     yield Figure(SECTION, f"{what}, FlashInfer", 1e6 * seconds, "us a layer", note=f"latents at {read:,.0f} GB/s")
     first = stage.clock.mark()
-    reference.attend_latent(query, *views[0], plain, scale=scale)
+    reference.attend_latent(query, k0, v0, plain, scale=scale)
     torch_s = stage.clock.seconds(first, stage.clock.mark())
     yield Figure(SECTION, f"{what}, torch reference", 1e6 * torch_s, "us a layer")
 
