@@ -13,6 +13,7 @@ switch that keeps the keys of a query on one thread block.
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from kvtier.attention._flashinfer_plan import INT_WORKSPACE_BYTES, GraphBuffers, Indices
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
+from kvtier.machine.errors import ConfigError
 
 LATENT_DIMS = (512, 64)
 """Sizes of a latent and a rotated key that are computed; of 8 bits, FlashInfer has no others."""
@@ -135,6 +137,23 @@ def cannot_run_latents(
     elif kv_dtype is not dtype:
         return f"over latents in {str(kv_dtype).removeprefix('torch.')} it computes in the same dtype, not in {name}"
     return None
+
+
+def by_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Pools [blocks, block_tokens, 1, r or p] as pages of one row each, [N, 1, 1, r or p], that overlap in memory.
+
+    The row of a slot is its block times the first number plus its place in the block times the second.
+    """
+    blocks, tokens = k.shape[:2]
+    if k.stride()[:2] != v.stride()[:2]:
+        raise ConfigError(f"latents have strides {k.stride()} and rotated keys {v.stride()}; rows need equal ones")
+    apart = math.gcd(*k.stride()[:2])
+    every = k.stride(0) // apart, k.stride(1) // apart
+    count = (blocks - 1) * every[0] + (tokens - 1) * every[1] + 1
+    if count >= 2**31:
+        raise ConfigError(f"a pool of {blocks:,} blocks has {count:,} rows; FlashInfer counts them in 31 bits")
+    views = (x.as_strided((count, 1, 1, x.shape[3]), (apart, apart, apart, 1), x.storage_offset()) for x in (k, v))
+    return *views, every
 
 
 def padded_heads(heads: int) -> int:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -43,6 +44,8 @@ GRAPH_INT_WORKSPACE_BYTES = 1 << 20
 KV_LENS_BYTES = 32768 * 4
 """Bytes that a wrapper allocates beside it."""
 
+PICKED_PLANS = 4
+"""Plans of queries that pick their keys: all decodes of long texts share one, all chunks of their prompts another."""
 
 OVERFLOW = "Increase the workspace buffer size"
 """Part of FlashInfer's message if a plan does not fit into its workspaces."""
@@ -222,6 +225,31 @@ class Lane:
             self.proven.add(self.key)
 
 
+class Picked:
+    """A plan of queries that have picked their keys; each run has other keys, so many as were planned.
+
+    ``rows``: int32 on the device, where a run puts the rows of all queries' keys. ``kept``: of those that a run has,
+    int64; None for all.
+    """
+
+    def __init__(self, lengths: Sequence[int], most: int, device: torch.device) -> None:
+        ends = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.rows = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
+        self.kept: Tensor | None = None
+        if len(self.rows) < len(lengths) * most:
+            seen = torch.arange(most) < torch.tensor(lengths)[:, None]
+            self.kept = seen.flatten().nonzero()[:, 0].to(device)
+        zero, ones = torch.zeros(1, dtype=torch.int32), torch.ones(len(lengths), dtype=torch.int32)
+        self.indices = Indices(
+            torch.arange(len(lengths) + 1, dtype=torch.int32), torch.cat([zero, ends]), ones, self.rows
+        )
+        self.lane: Lane
+
+    def take(self, rows: Tensor) -> None:
+        """The rows of the keys of a run, [n, most]."""
+        self.rows.copy_(rows.flatten() if self.kept is None else rows.flatten()[self.kept])
+
+
 class Wrappers:
     """All wrappers of a backend; they share one float workspace, so they must run on one stream."""
 
@@ -236,6 +264,7 @@ class Wrappers:
         self._rings: dict[Key, list[Lane]] = {}
         self._turns: dict[Key, int] = {}
         self._graph_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self._picked: OrderedDict[tuple[Key, tuple[int, ...]], Picked] = OrderedDict()
         self._proven: set[Key] = set()
         self._most_int_bytes = (INT_WORKSPACE_BYTES, GRAPH_INT_WORKSPACE_BYTES)
         self._library = load_library()
@@ -250,6 +279,22 @@ class Wrappers:
         self._turns[key] = turn
         ring[turn].plan(owner, indices, self._split_kv)
         return ring[turn]
+
+    def picked(self, key: Key, lengths: tuple[int, ...], most: int) -> Picked:
+        """A plan of queries with so many keys each, of ``most`` that they could have picked; pages are single rows.
+
+        Long texts pick as many keys at each token, so few plans serve all of their layers and steps.
+        """
+        found = self._picked.get((key, lengths))
+        if found is None:
+            while len(self._picked) >= PICKED_PLANS:
+                self._picked.popitem(last=False)
+            found = Picked(lengths, most, self._device)
+            found.lane = self._make(key)
+            found.lane.plan(found, found.indices, self._split_kv)
+            self._picked[key, lengths] = found
+        self._picked.move_to_end((key, lengths))
+        return found
 
     def graphed(self, key: Key, owner: object, indices: Indices, buffers: GraphBuffers) -> Lane:
         """A wrapper that reads ``buffers`` for as long as it lives, planned."""
@@ -270,17 +315,22 @@ class Wrappers:
 
     @property
     def kinds(self) -> int:
-        """The number of keys that eager steps have been planned for, each with a ring of its own."""
-        return len(self._rings)
+        """The number of keys that eager steps have been planned for, each with a ring of its own.
+
+        Plans of picked keys count as so many rings as hold their wrappers.
+        """
+        return len(self._rings) + (-(-PICKED_PLANS // self._ring) if self._picked else 0)
 
     def forget(self) -> None:
         """Gives up the wrappers of eager steps; new ones are made when they are needed."""
         self._rings.clear()
         self._turns.clear()
+        self._picked.clear()
 
     def held(self) -> Held:
         """The memory that is held now."""
         lanes = [lane for ring in self._rings.values() for lane in ring]
+        lanes += [picked.lane for picked in self._picked.values()]
         eager = sum(lane.key.int_bytes[0] for lane in lanes)
         return self._total(
             eager + sum(lane.key.int_bytes[1] for lane in self._graph_lanes), len(lanes) + len(self._graph_lanes)

@@ -27,14 +27,14 @@ tile of queries still depends on the batch: FlashInfer picks it by the mean numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtier.attention import _flashinfer_batch as batches, kernels
-from kvtier.attention._flashinfer_latents import LatentKey, cannot_run_latents, padded_heads
+from kvtier.attention._flashinfer_latents import LatentKey, by_rows, cannot_run_latents, padded_heads
 from kvtier.attention._flashinfer_plan import Held as Held, Key, Lane, PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.geometry.kinds import Kind
@@ -194,28 +194,8 @@ class FlashInfer:
         """
         _check_rows(batch, query)
         self._check_views(check_latent_views, k_cache, v_cache)
-        heads, rank = query.shape[1], k_cache.shape[3]
-        problem = cannot_run_latents(
-            batch.group,
-            query.dtype,
-            k_cache.dtype,
-            self._capability,
-            heads=heads,
-            batch_invariant=self._batch_invariant,
-        )
-        if problem is not None:
-            raise _unavailable(batch.group, problem)
-        key = LatentKey(
-            group=batch.group.name,
-            block_tokens=k_cache.shape[1],
-            num_heads=padded_heads(heads),
-            rank=rank,
-            rotated=v_cache.shape[3],
-            q_dtype=query.dtype,
-            kv_dtype=k_cache.dtype,
-            scale=float(scale),
-            kernels="fa3" if self._capability[0] == 9 else "fa2",
-        )
+        key = self._latent_key(query, k_cache, v_cache, batch.group, scale)
+        heads, rank = query.shape[1], key.rank
         rows = query.new_zeros(len(query), key.num_heads, query.shape[2])
         rows[:, :heads, :rank] = fold_query(query[..., :rank], k_scale)
         rows[:, :heads, rank:] = fold_query(query[..., rank:], v_scale)
@@ -223,6 +203,55 @@ class FlashInfer:
         if batch.tokens:
             self._lane(batch, key, k_cache.shape[0]).run(batch, rows, k_cache, v_cache, None, out)
         return fold_output(out[:, :heads], k_scale)
+
+    @torch.no_grad()
+    def attend_picked(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        lengths: Sequence[int],
+        group: GroupSpec,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Attention of ``query`` [n, Hq, r + p] to the latents that each of its rows has picked; returns [n, Hq, r].
+
+        ``slots`` int64 [n, K]: of row i the first ``lengths[i]`` count, at least one; they need not be in order.
+        Slots are pages of one row here: the pools' views are read as rows that overlap, so that blocks may lie apart.
+        Raises what ``attend_latent`` raises.
+        """
+        self._check_views(check_latent_views, k_cache, v_cache)
+        key = self._latent_key(query, k_cache, v_cache, group, scale)._replace(block_tokens=1)
+        k, v, every = by_rows(k_cache, v_cache)
+        rows = query.new_zeros(len(query), key.num_heads, query.shape[2])
+        rows[:, : query.shape[1]] = query
+        out = query.new_empty(*rows.shape[:2], key.rank)
+        picked = self._wrappers.picked(key, tuple(lengths), slots.shape[1])
+        block_tokens = k_cache.shape[1]
+        picked.take(slots // block_tokens * every[0] + slots % block_tokens * every[1])
+        picked.lane.run(picked, rows, k, v, None, out)
+        return out[:, : query.shape[1]]
+
+    def _latent_key(self, query: Tensor, k: Tensor, v: Tensor, group: GroupSpec, scale: float) -> LatentKey:
+        """What a wrapper is planned for; raises ``AttentionUnavailable``."""
+        heads = query.shape[1]
+        how: Any = {"heads": heads, "batch_invariant": self._batch_invariant}
+        problem = cannot_run_latents(group, query.dtype, k.dtype, self._capability, **how)
+        if problem is not None:
+            raise _unavailable(group, problem)
+        return LatentKey(
+            group=group.name,
+            block_tokens=k.shape[1],
+            num_heads=padded_heads(heads),
+            rank=k.shape[3],
+            rotated=v.shape[3],
+            q_dtype=query.dtype,
+            kv_dtype=k.dtype,
+            scale=float(scale),
+            kernels="fa3" if self._capability[0] == 9 else "fa2",
+        )
 
     def _lane(self, batch: batches.Batch, key: Key, blocks: int) -> Lane:
         """The wrapper that is planned for ``key`` in this batch; planned now, if it is the first layer."""

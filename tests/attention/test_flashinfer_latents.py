@@ -134,6 +134,54 @@ def test_the_pools_are_read_where_they_lie(backend: Backend, gpu: Gpu, serve: Ca
     assert v.data_ptr() - k.data_ptr() == RANK * 2, "side by side"
 
 
+# --- queries that pick their keys ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [5, 64])
+def test_queries_attend_to_what_they_have_picked(
+    most: int, backend: Backend, gpu: Gpu, serve: Callable[..., Served]
+) -> None:
+    """Some of what each may see, in any order; layers and requests that pick as many share a plan."""
+    group = group_of()
+    served, flash = serve([group], requests=3, most=40), backend()
+    rng, runs = np.random.default_rng(0), 0
+    for step in served.steps():
+        batch = flash.PagedBatch.from_step(step, group, "cpu")
+        for layer in range(2):
+            k, v = served.cache.kv("g", layer)
+            flash.write_kv(k, v, *served.new_kv(step, group, layer), batch)
+            rows = torch.cat([k, v], -1).flatten(0, 2)
+            query = query_of(step, layer, heads=3)
+            for r in range(len(step.request_ids)):
+                at = slice(int(step.query_start[r]), int(step.query_start[r + 1]))
+                ends = np.arange(step.starts[r], step.seq_lens[r]) + 1
+                lengths = np.minimum(ends, most)
+                picked = np.zeros((len(ends), int(lengths.max()) + 2), np.int64)  # what is not picked is block 0
+                for i, (end, n) in enumerate(zip(ends, lengths, strict=True)):
+                    tokens = rng.permutation(end)[:n]
+                    picked[i, :n] = step.group("g").block_table[r, tokens // 4] * 4 + tokens % 4
+                slots = torch.from_numpy(picked)
+                out = flash.attend_picked(query[at], k, v, slots, lengths.tolist(), group, scale=SCALE)
+                gpu.drain()
+                runs += 1
+                for i, n in enumerate(lengths):
+                    seen = rows[slots[i, :n]].double()
+                    want = (query[at][i].double() @ seen.T * SCALE).softmax(-1) @ seen[:, :RANK]
+                    assert_close(out[i], want.to(out.dtype))
+    assert len(gpu.latents.plans) <= runs // 2
+    assert flash.kinds == 2 and flash.pinned_bytes() <= flash.most_bytes(2, 0).pinned_bytes
+
+
+def test_pools_whose_rows_cannot_be_told_apart_are_refused(backend: Backend, serve: Callable[..., Served]) -> None:
+    group = group_of()
+    served, flash = serve([group], requests=1, most=20), backend()
+    k, v = served.cache.kv("g", 0)
+    step = next(served.steps())
+    slots = torch.full((step.num_tokens, 1), 4)
+    with pytest.raises(ConfigError, match="rows need equal ones"):
+        flash.attend_picked(query_of(step, 0), k, v.contiguous(), slots, [1] * step.num_tokens, group, scale=1.0)
+
+
 # --- captured decode steps -------------------------------------------------------------------------------------------
 
 
