@@ -20,7 +20,6 @@ from kvtier.attention._flashinfer_latents import cannot_run_latents
 from kvtier.attention._flashinfer_version import installed_version, too_old
 from kvtier.attention.flashinfer import FlashInfer, cannot_run
 from kvtier.attention.names import check_name
-from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.device import install_extra
 from kvtier.machine.errors import AttentionUnavailable, NotExact
@@ -65,7 +64,7 @@ def choose(
     batch_invariant: bool = False,
     only_torch: str | None = None,
 ) -> Choice:
-    """The backend for a model whose K and V are ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
+    """The backend for a model that attends to ``groups`` on ``device``; ``dtype`` of the weights, None: the groups'.
 
     ``latents``: names of the groups that keep latents (MLA), to which ``heads`` query heads attend, and whether that
     must be ``batch_invariant``. ``only_torch``: what they are, if only the torch reference attends to such.
@@ -126,8 +125,6 @@ def obstacle(
     if problem := too_old(machine.flashinfer):
         return problem
     for group in groups:
-        if group.attention.kind is Kind.STATE:
-            continue
         kv: torch.dtype = getattr(torch, group.dtype)
         narrow = kv.itemsize == 1  # else K and V may come in the weights' dtype, whatever the config says
         computed = dtype or (torch.bfloat16 if narrow else kv)

@@ -92,7 +92,8 @@ class _Watching:
 
     def __init__(self, backend: Any, cache: KVCache) -> None:
         self.PagedBatch = backend.PagedBatch
-        self.attend, self.attend_latent = backend.attend, getattr(backend, "attend_latent", None)
+        self.attend = backend.attend
+        self.attend_latent, self.attend_picked = (getattr(backend, f"attend_{x}", None) for x in ("latent", "picked"))
         self.largest: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._write = backend.write_kv
         self._places = {cache.kv(*place)[0].data_ptr(): place for place in cache.spec.places("kv") if place is not None}

@@ -5,7 +5,8 @@ Owns       what an attention layer with a ``compressor`` or an ``indexer`` gets 
            is new to them.
 Promises   the family's own code compresses, scores and picks. Each request is one call, so that no result depends on
            its neighbours in the step. A row, an entry and an index key is written once. A family that asks its cache
-           for something else fails the trial at load, and is refused.
+           for something else fails the trial at load, and is refused. Latents that an index picks are attended to
+           where they lie, if the backend can (``attend_picked``).
 Does not   change the family's own forward: without a step, a layer is as it was. It is torch on any device, request by
            request: a reference, not a fast path.
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvtier.geometry.spec import CacheSpec, GroupSpec
+from kvtier.machine.errors import AttentionUnavailable
 
 _ATTRIBUTE = "_kvtier_compressed"
 _NAMES = {"compressor": "entries", "indexer": "index"}
@@ -57,6 +59,11 @@ class PlacesOfStep:
         """Entries [first, end) of request r, [1, end - first, D], from a pool [blocks, block_entries, 1, D]."""
         at = torch.arange(first, end, device=pool.device)
         return pool[self.table[r, at // self.block_entries], at % self.block_entries, 0][None]
+
+    def slots_of(self, r: int, entries: Tensor) -> Tensor:
+        """The slots of entries [n, k] of request r, int64."""
+        block = self.block_entries
+        return self.table[r, entries // block] * block + entries % block
 
     def write(self, pool: Tensor, r: int, rows: Tensor) -> None:
         """The new entries of request r, [1, n, D], go to the pool."""
@@ -156,6 +163,7 @@ class OneRequest:
         """Tokens of the text before the step."""
         self._layer = int(module.layer_idx)
         self._roles = {}
+        self._backend, self._absorbed = context.backend, context.latents.get(self._layer)
         for role, (name, index) in context.spec.layers[self._layer].items():
             self._roles[role] = context.batches[name], context.cache.kv(name, index), context.spec.group(name)
 
@@ -167,8 +175,15 @@ class OneRequest:
         return {self._layer: self}
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """What the new tokens see of K and V, [1, 1, n, D] of it new; what keeps K alone has it for V, too."""
+        """What the new tokens see of K and V, [1, 1, n, D] of it new; what keeps K alone has it for V, too.
+
+        Of latents that a backend picks from the pools, the new ones alone.
+        """
         places, pools, group = self._roles["kv"]
+        if self._absorbed is not None:
+            for pool, new in zip(pools, (key, value), strict=True):
+                places.write(pool, self.row, new[:, 0])
+            return key, value
         first, seen = group.attention.first_visible(self._start), []
         for pool, new in zip(pools, (key, value), strict=True):
             if pool.shape[-1]:
@@ -241,8 +256,27 @@ class OneRequest:
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
         """The family's own plain attention, [1, n, Hq, D]. ``indices`` [1, n, k]: the keys that an index has picked."""
-        if (picked := more.pop("indices", None)) is not None:
+        picked = more.pop("indices", None)
+        if self._absorbed is not None:
+            return self._attend_picked(query, picked, more["scaling"], more.get("s_aux"))
+        if picked is not None:
             others = torch.ones(mask.shape, dtype=torch.bool, device=mask.device).scatter(-1, picked[:, None].long(), 0)
             mask = mask.masked_fill(others, -torch.inf)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, **more)
+
+    def _attend_picked(self, query: Tensor, picked: Tensor, scale: float, sinks: Tensor | None) -> Any:
+        """The same by a backend that reads what is picked where it lies."""
+        places, pools, group = self._roles["kv"]
+        assert self._absorbed is not None
+        if sinks is not None:
+            raise AttentionUnavailable(f"group {group.name!r}: no kernel attends to picked latents with sinks")
+        end = self._start + self.end - self.first
+        seen = torch.arange(self._start + 1, end + 1, device=query.device)[:, None]
+        picks = picked[0].long()
+        picks = picks.masked_fill(picks >= seen, end).sort(-1).values  # where less is seen, later tokens are picked
+        slots = places.slots_of(self.row, picks.clamp(max=end - 1))
+        rows = self._absorbed.query(query[0].transpose(0, 1))
+        lengths = [min(n, picked.shape[2]) for n in range(self._start + 1, end + 1)]
+        mixed = self._backend.attend_picked(rows, *pools, slots, lengths, group, scale=scale)
+        return self._absorbed.output(mixed)[None], None

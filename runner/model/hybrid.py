@@ -37,7 +37,7 @@ from runner.model.attention import NAME, StepContext, Temperature, owners, scale
 from runner.model.compressed import Compressed, PlacesOfStep
 from runner.model.device import model_device
 from runner.model.fused.table import fuse
-from runner.model.latents import take_latents
+from runner.model.latents import give_back, take_latents
 from runner.model.states import Mixers, StatesOfStep, with_inputs
 
 _GRAPH_ROWS = 256
@@ -60,12 +60,12 @@ def _chosen(
     attention: str, device: Any, spec: CacheSpec, dtype: torch.dtype | None, config: Any, batch_invariant: bool
 ) -> Choice:
     """The backend for a model of these groups."""
-    own = "compressed entries" if any(spec.places("entries")) else None
-    own = "what an index picks" if any(spec.places("index")) else own
-    latents = latent_groups(config, spec)
+    latents, attended = latent_groups(config, spec), {place[0] for place in spec.places("kv") if place is not None}
+    own = "what an index picks of keys per head" if any(spec.places("index")) and latents != attended else None
+    own = "compressed entries" if any(spec.places("entries")) else own
     heads = max(query_heads(config, spec)) if latents else 1
     how: Any = {"latents": latents, "heads": heads, "batch_invariant": batch_invariant, "only_torch": own}
-    return choice.choose(attention, device, spec.groups, dtype, **how)
+    return choice.choose(attention, device, [g for g in spec.groups if g.name in attended], dtype, **how)
 
 
 def _check_exact(spec: CacheSpec, config: Any) -> None:
@@ -119,7 +119,7 @@ class HybridModel:
         self.max_tokens = max_tokens(model.config)
         self.eos_token_ids = checkpoint.eos_token_ids(model)
         self.temperatures = take_temperatures(model)
-        self.latents = take_latents(model, NAME)
+        self.latents = take_latents(model, NAME, indexed=self.attention.name == "flashinfer")
         self.mixers = Mixers.of(model)
         """Its recurrent layers."""
         self.compressed = Compressed.of(model, spec)
@@ -310,7 +310,9 @@ class HybridModel:
         if self.attention.name != "flashinfer" or not self.latents:
             return
         heads = max(query_heads(self.config, self.spec(1)))
-        if most_work(heads, max(tokens, rows), rows, _multiprocessors(self.device)) > MOST_WORK:
+        units = _multiprocessors(self.device)
+        picking = tokens + units if self.compressed.layers else 0  # each query has keys of its own
+        if max(picking, most_work(heads, max(tokens, rows), rows, units)) > MOST_WORK:
             problem = f"it cannot plan steps of {tokens:,} tokens with {heads} heads over latents"
             self.fall_back(AttentionUnavailable(f"FlashInfer: {problem}; lower max_batched_tokens"))
 
@@ -344,6 +346,7 @@ class HybridModel:
         if self.attention.required:
             raise problem
         forget_last_error(self.device)
+        self.latents = give_back(self.model, self.latents)
         self.attention = Choice("reference", str(problem))
         self.backend = choice.make(self.attention, self.device)
 

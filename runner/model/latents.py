@@ -49,20 +49,31 @@ class Absorbed:
 
 
 @torch.no_grad()
-def take_latents(model: torch.nn.Module, name: str) -> dict[int, Absorbed]:
+def take_latents(model: torch.nn.Module, name: str, indexed: bool = False) -> dict[int, Absorbed]:
     """The expansion of each MLA layer, by layer index, whose ``expand_kv`` is ours from now on; none for other models.
 
-    ``name``: the attention implementation in which it hands on what it gets; in others it is the family's. Raises
+    ``name``: the attention implementation in which it hands on what it gets; in others it is the family's.
+    ``indexed``: also of layers that pick tokens by an index, which else expand what they read. Raises
     ``UnsupportedModel``.
     """
     found: dict[int, Absorbed] = {}
     module: Any
     for module in model.modules():
         own = getattr(type(module), _EXPAND, None)
-        if own is not None and hasattr(module, "layer_idx") and not has_own(module):
+        if own is not None and hasattr(module, "layer_idx") and (indexed or not has_own(module)):
             module.expand_kv = partial(_expand, module, own, name)
             found[int(module.layer_idx)] = _absorbed(module, own)
     return found
+
+
+def give_back(model: torch.nn.Module, latents: dict[int, Absorbed]) -> dict[int, Absorbed]:
+    """Layers that pick tokens by an index expand them again; returns the others' expansions."""
+    kept = dict(latents)
+    module: Any
+    for module in model.modules():
+        if has_own(module) and kept.pop(int(module.layer_idx), None) is not None:
+            del module.expand_kv
+    return kept
 
 
 def _expand(module: Any, own: Callable[..., Any], name: str, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +86,7 @@ def _expand(module: Any, own: Callable[..., Any], name: str, latent: Tensor, rot
 
 def _absorbed(module: Any, own: Callable[..., Any]) -> Absorbed:
     rank, size = int(module.kv_lora_rank), int(module.qk_rope_head_dim)
-    weight = next(module.parameters())
+    weight = next(weight for weight in module.parameters() if weight.dim() > 1)  # sinks may have a dtype of their own
 
     def probe(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """K [Hq, n, D] and V [Hq, n, Dv] of n rows [n, r] and [n, p]."""

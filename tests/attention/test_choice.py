@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError, Part, RecurrentState
+from kvtier import ConfigError, FullAttention, GroupSpec, KVTierError
 from kvtier.attention import choice, reference
 from kvtier.attention.choice import Choice, Machine, choose
 from kvtier.attention.flashinfer import FlashInfer
@@ -84,12 +84,6 @@ def test_what_only_the_reference_attends_to_is_told() -> None:
         assert "only the torch reference attends to what an index picks" in found.reason
         with pytest.raises(AttentionUnavailable, match=r"an index picks; or use attention='auto'"):
             choose("flashinfer", "cuda:0", groups, machine=HOPPER, only_torch="what an index picks")
-
-
-def test_states_beside_k_and_v_are_no_obstacle() -> None:
-    """They are no work of an attention's."""
-    state = GroupSpec("state", RecurrentState([Part("s", (4, 4), "float32")]), 2)
-    assert choose("auto", "cuda:0", [group(), state], torch.bfloat16, HOPPER).name == "flashinfer"
 
 
 def test_the_weights_dtype_counts_where_it_is_given() -> None:

@@ -32,6 +32,8 @@ SHAPES = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT | {"num_attention_heads": 5},
     "kimi_linear": LATENT,
+    "deepseek_v32": LATENT | {"index_n_heads": 32, "index_topk": 9, "index_head_dim": 64},
+    "glm_moe_dsa": LATENT | {"index_n_heads": 32, "index_topk": 9, "index_head_dim": 64},
 }
 """Head sizes that FlashInfer computes, where 64 for all will not do."""
 

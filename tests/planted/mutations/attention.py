@@ -119,4 +119,18 @@ MUTATIONS = (
             "fold_query(query[..., rank:], k_scale)",
         ),
     ),
+    mutation(
+        "picked_rows_are_those_of_another_layer",
+        "I24",
+        "what an index has picked is read from the next block's rows",
+        "attention/flashinfer_latents served/flashinfer_latents",
+        ("FlashInfer.attend_picked", "slots // block_tokens * every[0]", "(slots // block_tokens + 1) * every[0]"),
+    ),
+    mutation(
+        "what_comes_later_is_picked",
+        "I24",
+        "the first tokens of a text attend to tokens behind them",
+        "served/flashinfer_latents",
+        ("OneRequest._attend_picked", "picks >= seen", "picks >= end"),
+    ),
 )
