@@ -272,10 +272,8 @@ class OneRequest:
         if sinks is not None:
             raise AttentionUnavailable(f"group {group.name!r}: no kernel attends to picked latents with sinks")
         end = self._start + self.end - self.first
-        seen = torch.arange(self._start + 1, end + 1, device=query.device)[:, None]
-        picks = picked[0].long()
-        picks = picks.masked_fill(picks >= seen, end).sort(-1).values  # where less is seen, later tokens are picked
-        slots = places.slots_of(self.row, picks.clamp(max=end - 1))
+        picks = picked[0].long().sort(-1).values  # where fewer tokens are seen than picked, later ones are behind them
+        slots = places.slots_of(self.row, picks)
         rows = self._absorbed.query(query[0].transpose(0, 1))
         lengths = [min(n, picked.shape[2]) for n in range(self._start + 1, end + 1)]
         mixed = self._backend.attend_picked(rows, *pools, slots, lengths, group, scale=scale)

@@ -131,6 +131,6 @@ MUTATIONS = (
         "I24",
         "the first tokens of a text attend to tokens behind them",
         "served/flashinfer_latents",
-        ("OneRequest._attend_picked", "picks >= seen", "picks >= end"),
+        ("OneRequest._attend_picked", "min(n, picked.shape[2])", "picked.shape[2]"),
     ),
 )
