@@ -152,8 +152,9 @@ def by_rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     count = (blocks - 1) * every[0] + (tokens - 1) * every[1] + 1
     if count >= 2**31:
         raise ConfigError(f"a pool of {blocks:,} blocks has {count:,} rows; FlashInfer counts them in 31 bits")
-    views = (x.as_strided((count, 1, 1, x.shape[3]), (apart, apart, apart, 1), x.storage_offset()) for x in (k, v))
-    return *views, every
+    strides = apart, apart, apart, 1
+    rows, turned = (x.as_strided((count, 1, 1, x.shape[3]), strides, x.storage_offset()) for x in (k, v))
+    return rows, turned, every
 
 
 def padded_heads(heads: int) -> int:
