@@ -144,14 +144,22 @@ MUTATIONS = (
         "I22",
         "the remote tier is sent the same object once a rank",
         "integrations/vllm_latents",
-        ("RemoteWorker._is_mine", "== self._rank % self._sharers", ">= 0"),
+        (
+            "RemoteWorker._is_mine",
+            "int.from_bytes(key, 'little') % self._sharers == self._rank % self._sharers",
+            "True",
+        ),
     ),
     mutation(
         "vllm_ranks_share_blocks_and_not_their_checksums",
         "I29",
         "a block that another rank has stored counts as damaged",
         "integrations/vllm_latents core/cpu_offload/shared_memory",
-        ("HostBytes.__init__", "plan.verifies, sums)", "plan.verifies, None)"),
+        (
+            "HostBytes.__init__",
+            "TierMemory(on_device, on_host, plan.verifies, sums)",
+            "TierMemory(on_device, on_host, plan.verifies)",
+        ),
     ),
     mutation(
         "vllm_a_part_of_a_store_names_its_bad_blocks_by_its_own_count",
@@ -165,7 +173,11 @@ MUTATIONS = (
         "I26",
         "ranks on two machines write to two memories and read the other's blocks from their own",
         "core/cpu_offload/shared_memory",
-        ("SharedMemory.open", "name.token not in", "name.token is None and"),
+        (
+            "SharedMemory.open",
+            "name.token not in str(Path(f'/proc/self/fd/{descriptor}').readlink())",
+            "False",
+        ),
     ),
     mutation(
         "host_tier_ranks_measure_their_links_in_one_place",
