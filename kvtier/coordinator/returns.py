@@ -167,10 +167,13 @@ class Returns:
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
 
-    def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, Before]:
+    def begin(
+        self, keys: KeyArray, hit_units: int, capacity: float, size: float, before: Before | None = None
+    ) -> tuple[bool, Before]:
         """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts beside what
-        runs; ``size``: its own. Returns whether it is a guest, and what it has in common with earlier texts."""
-        before, num_units = self.known(keys), len(keys) // self._links
+        runs; ``size``: its own; ``before``: ``known(keys)``, if it was asked for. Returns whether it is a guest, and
+        what it has in common with earlier texts."""
+        before, num_units = self.known(keys) if before is None else before, len(keys) // self._links
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
         self._whole = max(self._whole, capacity)

@@ -217,9 +217,9 @@ def _word(kind: Any, spec: Any) -> str:
     return f"{word}-{kind.span_tokens}" if kind.span_tokens else word
 
 
-def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:
-    """Keys from key ``first`` on, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
-    chosen = hashes[(first + 1) * stride - 1 :: stride] if first or stride > 1 else hashes
+def keys_of(hashes: Sequence[bytes], first: int, end: int, stride: int) -> npt.NDArray[np.uint64]:
+    """Keys ``first`` to ``end``, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
+    chosen = hashes[(first + 1) * stride - 1 : end * stride : stride]
     if not chosen:
         return np.empty((0, 2), np.uint64)
     a_hash = np.dtype({"names": ["key"], "formats": [f"V{HASH_BYTES}"], "itemsize": len(chosen[0])})
