@@ -22,7 +22,7 @@ from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.host_tier.keys import Reads, TextKeys
 from kvtier.host_tier.parts import HostHit, HostParts, Question
-from kvtier.machine.arguments import KeyArray, block_ids, check_function, flag, whole
+from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, whole
 from kvtier.machine.errors import InvalidRequest, StepError
 from kvtier.machine.integers import shown
 from kvtier.pools.block_pool import Ids
@@ -31,6 +31,7 @@ Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]
 """Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
 
+_NO_IDS, _NO_PLACES = np.empty(0, np.int32), np.empty(0, np.int64)
 ROOM = 0.9
 """The part of the tier that wanted content is reckoned to fill. In the rest lies what texts have left behind: until it
 has aged, and in slabs that hold something else too, since the tier moves nothing."""
@@ -47,7 +48,8 @@ class HostText:
         self._with_remote = flag(with_remote, "with_remote")
         self._sought: Question | None = None  # what it has asked the remote
         self._keys = TextKeys(flag(are_distinct, "are_distinct"))
-        self._keys.add(keys)
+        if keys is not NO_KEYS:
+            self._keys.add(keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
         parts.num_texts += 1
@@ -84,7 +86,7 @@ class HostText:
         flag(ask_remote, "ask_remote")
         self.drop()
         num_tokens = min(num_tokens, self._keys.count * parts.spec.hash_tokens + 1)
-        nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
+        nothing = HostHit(start, start, _NO_IDS, _NO_PLACES, _NO_IDS)
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
         remote = parts.door.remote if ask_remote and self._with_remote else None
@@ -120,8 +122,8 @@ class HostText:
         few = LOOK * parts.spec.hit_tokens // ht
         if self._keys.count <= 2 * few:
             return False
-        keys = self._keys.first(few)[:few]
-        if parts.matcher.match(parts, keys, min(num_tokens, few * ht + 1)).full_tokens:
+        keys, groups = self._keys.first(few)[:few], parts.full
+        if not len(groups) or parts.pools.find(groups, keys[parts.first_of_full]).all():
             return False
         before = parts.keeping.returns.known(keys)
         if before is not NOTHING:
@@ -135,7 +137,7 @@ class HostText:
         is_all = parts.door.remote is None
 
         def room(each: Bytes) -> float:
-            return ROOM * parts.keeping.sizes.room(parts.pools, each)
+            return ROOM * (parts.room_of_slabs or parts.keeping.sizes.room(parts.pools, each))
 
         text = Text(keys, num_tokens, hit, full, may_be_guest=is_all, before=before)
         parts.keeping.begin(self._course, text, room)
@@ -275,7 +277,7 @@ class HostText:
             if len(blocks) != len(at):
                 raise InvalidRequest(f"blocks_of was asked for {len(at)} blocks, and gave {len(blocks)}")
         if not found:
-            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
+            return _NO_IDS, _NO_PLACES, _NO_IDS
         groups, at, blocks = map(np.concatenate, zip(*found, strict=True))
         there = blocks >= 0
         if not there.all():
