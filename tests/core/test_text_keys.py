@@ -43,10 +43,10 @@ def test_keys_are_read_once_and_in_order_and_arrays_that_were_given_out_do_not_c
 class Books:
     """Books over two groups, whose copies all go well at once."""
 
-    def __init__(self, kinds=KINDS):
+    def __init__(self, kinds=KINDS, host_memory="512KiB"):
         fragments = [(Fragment(n * 640_000, 64, 64),) for n in range(len(kinds))]
         groups = [OutsideGroup(f"g{n}", kind, TOKENS, 10_000, fragments[n]) for n, kind in enumerate(kinds)]
-        self.books = HostTierScheduler(HostPlan(groups, 1_280_000, "512KiB", "off"))
+        self.books = HostTierScheduler(HostPlan(groups, 1_280_000, host_memory, "off"))
 
     def text(self, keys, is_read: bool):
         if not is_read:
@@ -94,3 +94,25 @@ def test_hits_are_those_of_a_text_whose_keys_are_all_there(kinds, changed):
         (n, hosts, part) for is_read, n, hosts, part in found if not is_read
     ]
     assert found[2][1] > 3900
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "given"])
+def test_a_text_that_has_gone_is_remembered_by_the_one_that_parts_from_it(is_read):
+    books = Books(host_memory="24KiB")
+    for first in (0, 200, 400, 600):
+        text, _ = books.text(MANY[first : first + 200], is_read)
+        text.match(0, 800)
+        books.compute(text, (800,))
+        text.close()
+    text, _ = books.text(np.concatenate([MANY[:100], MANY[3000:3100]]), is_read)
+    assert text.match(0, 800).num_tokens == 0, "it has gone"
+    assert text.next_parting == 400
+
+
+def test_a_text_that_has_not_ended_is_found():
+    books = Books()
+    running, _ = books.text(MANY[:200], True)
+    running.match(0, 800)
+    books.compute(running, (800,))
+    text, _ = books.text(MANY[:200], True)
+    assert text.match(0, 800).num_tokens == 796

@@ -114,6 +114,8 @@ def test_the_remote_tier_keeps_one_copy_that_every_rank_reads(made: Made, worker
     one, other = (made.engine(("latents",), workers=workers) for _ in range(2))
     assert serve(one, TEXT) == 0
     assert sum(map(len, made.shared.objects.values())) == sum(map(len, by_one.values())) > 0, "as one rank has"
+    puts = [name for store in one.stores for what, names in store.made if what == "put" for name in names]
+    assert len(puts) == len(set(puts)) == len(by_one), "each object is put by one rank"
     assert one.books.remote_counts.spilled_bytes == sum(len(data) - TRAILER_BYTES for data in by_one.values())
     assert serve(other, TEXT) == HIT * 4
     assert (one.wrong, other.wrong, other.loads) == (0, 0, 1)
