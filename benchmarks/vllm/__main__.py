@@ -101,6 +101,7 @@ def show_conversations(rows: list[dict[str, Any]]) -> Table:
     shown = Table(
         "model", "order", "memory", "connector", "tokens kept", "hits by turn, %", "all", "kept, times", "hits, times"
     )
+    shown.add_column("kept whole: by use, clairvoyant")
     for row in rows:
         beside = [
             r for r in rows if (r["model"], r["order"], r["memory"]) == (row["model"], row["order"], row["memory"])
@@ -115,6 +116,7 @@ def show_conversations(rows: list[dict[str, Any]]) -> Table:
             " ".join(f"{hit:.0f}" for hit in row["hits"]),
             f"{100 * row['hit_tokens'] / row['prompt_tokens']:.1f}",
             *(times if row["connector"] == KVTIER else ["", ""]),
+            f"{row['bounds']['use']:.1f} {row['bounds']['clairvoyant']:.1f}" if row["connector"] == KVTIER else "",
         )
     return shown
 

@@ -10,7 +10,7 @@ one prompt and a half, so that what comes back comes from the host tier, in two 
 Host memory is a quarter, half and all of what the conversations take in the end: all tokens of full layers once, and a
 window or a state for each conversation. ``hits``: the share of prompt tokens that were not computed, by turn.
 ``kept_tokens``: what the connector offers of all conversations in the end, the newest first. The first turn's prompts
-share their beginning alone.
+share their beginning alone. ``bounds``: what would be found by conversations kept whole.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure(model: str, order: str, memory: float, sessions: int, turns: int) ->
     shape, made = SHAPES[model], talks(0, sessions, turns)
     asked, host_bytes = ordered(order, made, 1), int(memory * whole_bytes(shape, made))
     blocks = device_blocks(shape, max(len(asks[-1].prompt) for asks in made))
-    rows = []
+    rows, most = [], bounds(shape, made, asked, host_bytes)
     for name in CONNECTORS:
         engine = Simulated(name, shape, blocks, host_bytes, chunk_tokens=CHUNK_TOKENS)
         found, prompts = Counter[int](), Counter[int]()
@@ -113,9 +113,36 @@ def measure(model: str, order: str, memory: float, sessions: int, turns: int) ->
                 "hits": [round(100 * found[turn] / prompts[turn], 1) for turn in range(turns)],
                 "hit_tokens": found.total(),
                 "prompt_tokens": prompts.total(),
+                "bounds": most,
             }
         )
     return rows
+
+
+def bounds(shape: Shape, made: Sequence[Sequence[Ask]], asked: Sequence[Ask], host_bytes: int) -> dict[str, float]:
+    """Hits, %, of a cache that keeps conversations whole and loses nothing to padding or to what turns leave behind.
+
+    ``use``: the one that was used least recently goes first. ``clairvoyant``: the one that is asked for last, or never.
+    """
+    token, prompts = shape.windowed.count(False) * shape.layer_token_bytes, (asks[0].prompt for asks in made[:2])
+    shared = next(n for n, (one, other) in enumerate(zip(*prompts, strict=False)) if one != other)
+    found = dict[str, float]()
+    for order in ("use", "clairvoyant"):
+        kept, hits = dict[int, int](), 0  # by session, its tokens; the least recently used first
+        for at, ask in enumerate(asked):
+            hits += kept.pop(ask.session, shared if at else 0) // shape.block_tokens * shape.block_tokens
+            kept[ask.session] = len(ask.prompt) + (0 if shape.state else ask.answer_tokens)
+            later = [other.session for other in asked[at + 1 :]]
+
+            def is_asked_after(session: int, later: list[int] = later) -> int:
+                return later.index(session) if session in later else len(later)
+
+            while (shared + sum(n - shared for n in kept.values())) * token + (
+                len(kept) + 1
+            ) * shape.end_bytes > host_bytes:
+                del kept[next(iter(kept)) if order == "use" else max(kept, key=is_asked_after)]
+        found[order] = round(100 * hits / sum(len(ask.prompt) for ask in asked), 1)
+    return found
 
 
 def times_the_better(rows: Sequence[dict[str, Any]], figure: str) -> float:

@@ -88,6 +88,8 @@ class Text(NamedTuple):
     told: Sequence[int] = ()
     """Where its caller says that others will part."""
     may_be_guest: bool = True
+    before: Before | None = None
+    """What it has in common with an earlier text; None if nobody has looked."""
 
 
 class Keeping:
@@ -164,8 +166,8 @@ class Keeping:
         If the stem is no longer there, it is kept now as it is where prompts are seen to part.
         """
         each, unit = self.sizes.of(text.num_tokens), self._unit
-        prompt = text.keys[: text.num_tokens // self._hash]
-        is_guest, course.before = self.returns.begin(prompt, text.hit // unit, room(each), float(each.sum()))
+        prompt, begin = text.keys[: text.num_tokens // self._hash], self.returns.begin
+        is_guest, course.before = begin(prompt, text.hit // unit, room(each), float(each.sum()), text.before)
         for app in self.returns.unused:
             self.boundaries.unused(app)
         course.is_guest = is_guest and text.may_be_guest

@@ -38,7 +38,7 @@ NAMES = 1 << 20
 """Places for the names of their prefixes, 8 bytes each; a newer name may take an older one's place."""
 NUMBER = np.uint64((1 << 24) - 1)
 """The part of a place that is its text's number; the rest is the name's."""
-LOOK = 256
+LOOK = 64
 """Units of a prompt that are looked up first. Of a text that was used lately, newer ones have taken few names."""
 BINS_PER_OCTAVE = 4
 EVIDENCE = 8
@@ -167,10 +167,13 @@ class Returns:
         self._asked = self._recent = 0.0  # requests, and those that have come back, fading
         self._found: Bytes = np.zeros(64 * BINS_PER_OCTAVE)  # units of prompts that came back, by distance
 
-    def begin(self, keys: KeyArray, hit_units: int, capacity: float, size: float) -> tuple[bool, Before]:
+    def begin(
+        self, keys: KeyArray, hit_units: int, capacity: float, size: float, before: Before | None = None
+    ) -> tuple[bool, Before]:
         """A request with these keys begins; its hit has ``hit_units`` units. ``capacity``: bytes for texts beside what
-        runs; ``size``: its own. Returns whether it is a guest, and what it has in common with earlier texts."""
-        before, num_units = self.known(keys), len(keys) // self._links
+        runs; ``size``: its own; ``before``: ``known(keys)``, if it was asked for. Returns whether it is a guest, and
+        what it has in common with earlier texts."""
+        before, num_units = self.known(keys) if before is None else before, len(keys) // self._links
         self._asked, self._recent = FADES * self._asked + 1, FADES * self._recent
         self._found *= FADES
         self._whole = max(self._whole, capacity)
@@ -196,9 +199,11 @@ class Returns:
         highs = keys[self._links - 1 :: self._links, 1]
         for first in (highs[:LOOK], highs) if len(highs) > 2 * LOOK else (highs,):  # a new prompt is soon seen to be
             found = self._places[(first % np.uint64(NAMES)).astype(np.int64)]
+            is_known = found & ~NUMBER == first & ~NUMBER
+            if not is_known.any():
+                return NOTHING
             age = (np.uint64(self._count) - (found & NUMBER)) & NUMBER
-            is_known = (found & ~NUMBER == first & ~NUMBER) & (age > 0) & (age <= min(TEXTS, self._count))
-            known = np.flatnonzero(is_known)
+            known = np.flatnonzero(is_known & (age > 0) & (age <= min(TEXTS, self._count)))
             if not len(known):
                 return NOTHING
         units = int(known[-1]) + 1

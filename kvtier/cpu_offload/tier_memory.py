@@ -91,10 +91,14 @@ class HostSide(Protocol):
 class TierMemory:
     """Copies blocks between two arenas of equal geometry that the CPU can address."""
 
-    def __init__(self, device: ByteArena, host: ByteArena, verify: bool) -> None:
+    def __init__(
+        self, device: ByteArena, host: ByteArena, verify: bool, sums: npt.NDArray[np.uint64] | None = None
+    ) -> None:
+        """``sums``: uint64 [host blocks of all groups], memory for checksums; by default memory of its own."""
         self._device = device
         self._host = host
-        self._sums = np.zeros(int(host.rows.sum()), np.uint64) if verify else None  # all groups' host blocks
+        own = sums is None and verify
+        self._sums = np.zeros(int(host.rows.sum()), np.uint64) if own else sums if verify else None
         self._first_sum = np.concatenate([[0], np.cumsum(host.rows)])[:-1]
 
     @property

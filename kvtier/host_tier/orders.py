@@ -33,6 +33,11 @@ class Copy(NamedTuple):
     device: Ids
     host: Ids
 
+    def of_rank(self, rank: int, ranks: int) -> tuple[Copy, npt.NDArray[np.int64]]:
+        """What one of several workers stores of blocks that all have, and where that is in the copy, int64 [n]."""
+        at = np.flatnonzero(self.host % ranks == rank)
+        return self._replace(groups=self.groups[at], device=self.device[at], host=self.host[at]), at
+
 
 class Orders(NamedTuple):
     """Work for every worker: first its stores, then the order of later writers, then its loads."""

@@ -22,7 +22,9 @@ from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
 from kvtier.cpu_offload.store_policy import StorePolicy
 from kvtier.geometry.keys import KeyArray
+from kvtier.geometry.kinds import Kind
 from kvtier.geometry.outside import OutsideSpec
+from kvtier.gpu_pool.row_state import Geo
 from kvtier.machine.arguments import block_ids
 from kvtier.machine.errors import CacheClosed, InvalidRequest
 from kvtier.machine.forks import of_another_process, watch
@@ -126,6 +128,24 @@ class HostParts:
     @cached_property
     def _num_blocks(self) -> Int64s:
         return np.array([group.num_blocks for group in self.spec.groups])
+
+    @cached_property
+    def full(self) -> Ids:
+        """The groups of full attention."""
+        kinds = [group.attention.kind for group in self.spec.groups]
+        return np.array([g for g, kind in enumerate(kinds) if kind is Kind.FULL], np.int32)
+
+    @cached_property
+    def first_of_full(self) -> Int64s:
+        """Of each of these groups, the key of a text that names its first block."""
+        units: Int64s = self.arrays.geometry[self.full, Geo.UNITS]
+        return units - 1
+
+    @cached_property
+    def room_of_slabs(self) -> float:
+        """Bytes for texts in pools that share slabs, whatever the texts; 0 for other pools."""
+        anything = np.ones(len(self.spec.groups))
+        return self.keeping.sizes.room(self.pools, anything) if self.pools.shared else 0.0
 
     def check_blocks(self, groups: Ids, blocks: Ids) -> None:
         """Raises ``InvalidRequest`` for blocks that no group has."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from kvtier.geometry.options import check_identity, seconds
 from kvtier.host_tier.books import HostBooks
 from kvtier.host_tier.orders import Orders, RelayEngine, Report
-from kvtier.host_tier.plan import HostPlan, check_plan
+from kvtier.host_tier.plan import MOST_WORKERS, HostPlan, check_plan
 from kvtier.machine.arguments import check_type
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
@@ -24,7 +24,6 @@ from kvtier.remote.check import check_remote
 from kvtier.remote.opening import open_relayed
 from kvtier.remote.relay import RelayedBackend
 
-MOST_WORKERS = 2**16
 CLOSE_S = 5.0
 """Time for the scheduler's own questions to the remote to end; they touch no memory of the tier."""
 
@@ -37,7 +36,9 @@ class HostTierScheduler(HostBooks):
         check_plan(plan)
         if number is None or not 1 <= number <= MOST_WORKERS:
             raise ConfigError(f"workers must be an integer in 1..{MOST_WORKERS:,}, got {shown(workers)}")
-        self._workers = number
+        if plan.sharers not in (1, number):
+            raise ConfigError(f"the plan is of {plan.sharers} workers that share host memory, and workers is {number}")
+        self._copies = number // plan.sharers
         self._relay = RelayEngine(number)
         self._relayed: RelayedBackend | None = None
         super().__init__(plan, self._relay, limit)
@@ -51,7 +52,7 @@ class HostTierScheduler(HostBooks):
             raise ConfigError("there is a remote already")
         check_identity(model_id, key_secret)
         check_remote(uri, True, "cpu", model_id, key_secret)
-        parts = self.spec, self._pools, self._connector, self._deadline_s, self._workers
+        parts = self.spec, self._pools, self._connector, self._deadline_s, self._copies
         remote, self._relayed = open_relayed(uri, model_id, key_secret, *parts)
         self._parts.door.open(remote)
 

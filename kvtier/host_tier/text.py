@@ -16,12 +16,13 @@ import numpy.typing as npt
 from kvtier.coordinator.boundaries import needed_from
 from kvtier.coordinator.keeping import Course, Text
 from kvtier.coordinator.partings import SLACK
-from kvtier.coordinator.returns import NEVER, Bytes
+from kvtier.coordinator.returns import LOOK, NEVER, NOTHING, Before, Bytes
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.kinds import Kind
 from kvtier.gpu_pool.row_state import Geo
+from kvtier.host_tier.keys import Reads, TextKeys
 from kvtier.host_tier.parts import HostHit, HostParts, Question
-from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, joined_keys, whole
+from kvtier.machine.arguments import NO_KEYS, KeyArray, block_ids, check_function, flag, whole
 from kvtier.machine.errors import InvalidRequest, StepError
 from kvtier.machine.integers import shown
 from kvtier.pools.block_pool import Ids
@@ -30,6 +31,7 @@ Int64s = npt.NDArray[np.int64]
 BlocksOf = Callable[[int, Int64s], Ids]
 """Device blocks of a group's logical blocks, int64 [n], ascending: int32 [n], negative for what is not there."""
 
+_NO_IDS, _NO_PLACES = np.empty(0, np.int32), np.empty(0, np.int64)
 ROOM = 0.9
 """The part of the tier that wanted content is reckoned to fill. In the rest lies what texts have left behind: until it
 has aged, and in slabs that hold something else too, since the tier moves nothing."""
@@ -45,8 +47,9 @@ class HostText:
         self._parts = parts
         self._with_remote = flag(with_remote, "with_remote")
         self._sought: Question | None = None  # what it has asked the remote
-        self._are_distinct = flag(are_distinct, "are_distinct")
-        self._keys = joined_keys(NO_KEYS, keys, are_distinct)
+        self._keys = TextKeys(flag(are_distinct, "are_distinct"))
+        if keys is not NO_KEYS:
+            self._keys.add(keys)
         self._epoch = parts.connector.ledger.epoch
         self._is_closed = False
         parts.num_texts += 1
@@ -59,7 +62,12 @@ class HostText:
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
-        self._keys = joined_keys(self._keys, keys, self._are_distinct)
+        self._keys.add(keys)
+
+    def announce(self, count: int, read: Reads) -> None:
+        """There are ``count`` keys now. ``read(first, end)`` gives some of them, uint64 [end - first, 2], once they are
+        needed. No two may be equal: that is not looked at."""
+        self._keys.announce(whole(count, "count"), read)
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -77,8 +85,8 @@ class HostText:
         start, num_tokens = whole(start, "start"), whole(num_tokens, "num_tokens")
         flag(ask_remote, "ask_remote")
         self.drop()
-        num_tokens = min(num_tokens, len(self._keys) * parts.spec.hash_tokens + 1)
-        nothing = HostHit(start, start, np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
+        num_tokens = min(num_tokens, self._keys.count * parts.spec.hash_tokens + 1)
+        nothing = HostHit(start, start, _NO_IDS, _NO_PLACES, _NO_IDS)
         if start % unit or start >= num_tokens or self._is_outdated:
             return nothing
         remote = parts.door.remote if ask_remote and self._with_remote else None
@@ -86,14 +94,17 @@ class HostText:
             remote.poll()
             if parts.door.is_waiting(self._sought):
                 return replace(nothing, is_sought=True)
-        found = parts.matcher.match(parts, self._keys, num_tokens, start=start)
+        if start == 0 and remote is None and not self._course.has_begun and self._begins_like_none(num_tokens):
+            return nothing
+        keys = self._keys.first(self._keys.count)
+        found = parts.matcher.match(parts, keys, num_tokens, start=start)
         if remote is not None and self._sought is None and not found.pending:
-            self._sought = Question(self._keys, range(num_tokens), found)
+            self._sought = Question(keys, range(num_tokens), found)
             if parts.door.is_waiting(self._sought):
                 parts.asking.add(self._sought)
                 return replace(nothing, is_sought=True)
         if not self._course.has_begun:
-            self._begin(max(start, found.num_tokens), found.full_tokens, num_tokens)
+            self._begin(keys, max(start, found.num_tokens), found.full_tokens, num_tokens)
         if found.full_tokens > found.num_tokens:
             self._course.branches.add(found.full_tokens)
         if found.num_tokens <= start:
@@ -105,15 +116,31 @@ class HostText:
             self._hold(hit)
         return hit
 
-    def _begin(self, hit: int, full: int, num_tokens: int) -> None:
-        """The first match, of a text of ``num_tokens`` tokens."""
+    def _begins_like_none(self, num_tokens: int) -> bool:
+        """Whether the first keys alone tell that nothing of a long text is there, or remembered. Then it has begun."""
+        parts, ht = self._parts, self._parts.spec.hash_tokens
+        few = LOOK * parts.spec.hit_tokens // ht
+        if self._keys.count <= 2 * few:
+            return False
+        keys, groups = self._keys.first(few)[:few], parts.full
+        if not len(groups) or parts.pools.find(groups, keys[parts.first_of_full]).all():
+            return False
+        before = parts.keeping.returns.known(keys)
+        if before is not NOTHING:
+            return False
+        self._begin(keys, 0, 0, num_tokens, before)
+        return True
+
+    def _begin(self, keys: KeyArray, hit: int, full: int, num_tokens: int, before: Before | None = None) -> None:
+        """The first match, of a text of ``num_tokens`` tokens that begins with these keys."""
         parts = self._parts
         is_all = parts.door.remote is None
 
         def room(each: Bytes) -> float:
-            return ROOM * parts.keeping.sizes.room(parts.pools, each)
+            return ROOM * (parts.room_of_slabs or parts.keeping.sizes.room(parts.pools, each))
 
-        parts.keeping.begin(self._course, Text(self._keys, num_tokens, hit, full, may_be_guest=is_all), room)
+        text = Text(keys, num_tokens, hit, full, may_be_guest=is_all, before=before)
+        parts.keeping.begin(self._course, text, room)
 
     def _hold(self, hit: HostHit) -> None:
         self._hit = self._parts.held[self._name] = hit
@@ -205,7 +232,8 @@ class HostText:
         flag(is_end, "is_end")
         if self._is_outdated:
             return
-        known, keeping, course = min(end, len(self._keys) * parts.spec.hash_tokens), parts.keeping, self._course
+        known, keeping, course = min(end, self._keys.count * parts.spec.hash_tokens), parts.keeping, self._course
+        keys = self._keys.first(known // parts.spec.hash_tokens)
         end = end if end - known < parts.spec.hash_tokens else known
         parted, is_answer = keeping.parted(course, self._stored, known), course.prompt_end < NEVER
         ends = keeping.last_boundaries(end) - {0} if is_end else set()
@@ -214,25 +242,25 @@ class HostText:
         worth = [] if course.is_guest else self._worth(named, slack, 0 if ends else self._stored, known)
         blocks = self._blocks(worth, blocks_of)
         for boundary in parted:
-            keeping.part(course, self._keys, boundary)
+            keeping.part(course, keys, boundary)
         self._stored = max(self._stored, known)
         if len(blocks[0]):
             self._store(*blocks)
         if is_end:
-            self._note_end(end, is_answer)
+            self._note_end(keys, end, is_answer)
         if self._with_remote:
             seek = None if self._sought is None else self._sought.seek
-            parts.door.offer(self._keys, sorted({*parted, *ends}, reverse=True), seek)
+            parts.door.offer(keys, sorted({*parted, *ends}, reverse=True), seek)
 
-    def _note_end(self, end: int, is_answer: bool) -> None:
+    def _note_end(self, keys: KeyArray, end: int, is_answer: bool) -> None:
         self._end, self._is_left = end, is_answer
         if not is_answer:
-            self._parts.keeping.end_prompt(self._course, self._keys, end)
+            self._parts.keeping.end_prompt(self._course, keys, end)
             return
-        self._parts.keeping.end(self._course, self._keys, end, is_answer)
-        self._leave()
+        self._parts.keeping.end(self._course, keys, end, is_answer)
+        self._leave(keys)
 
-    def _leave(self) -> None:
+    def _leave(self, keys: KeyArray) -> None:
         """The text has gone on: what its end supersedes is the first to go, in the tier and on its way down."""
         parts, course = self._parts, self._course
         for g, (first, end) in enumerate(() if course.is_guest else parts.keeping.gone(course, self._stored)):
@@ -240,7 +268,7 @@ class HostText:
                 groups = np.full(end - first, g, np.int32)
                 parts.stores.touch(groups, self._names(groups, np.arange(first, end)), cold=True)
         if self._with_remote and course.went_on_from:
-            parts.door.supersede(self._keys, course.went_on_from, parts.keeping.boundaries.is_wanted)
+            parts.door.supersede(keys, course.went_on_from, parts.keeping.boundaries.is_wanted)
 
     def _blocks(self, worth: list[tuple[int, Int64s]], blocks_of: BlocksOf) -> tuple[Ids, Int64s, Ids]:
         """The engine's blocks of these logical ones, as far as they are there: groups, logical blocks, blocks."""
@@ -249,7 +277,7 @@ class HostText:
             if len(blocks) != len(at):
                 raise InvalidRequest(f"blocks_of was asked for {len(at)} blocks, and gave {len(blocks)}")
         if not found:
-            return np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
+            return _NO_IDS, _NO_PLACES, _NO_IDS
         groups, at, blocks = map(np.concatenate, zip(*found, strict=True))
         there = blocks >= 0
         if not there.all():
@@ -300,7 +328,7 @@ class HostText:
 
         Returns the tickets of the copies under way that bring some of it: such a load fails.
         """
-        parts, known = self._parts, len(self._keys) * self._parts.spec.hash_tokens
+        parts, known = self._parts, self._keys.count * self._parts.spec.hash_tokens
         parts.check_open()
         if self._is_outdated or not known:
             return set()
@@ -308,7 +336,7 @@ class HostText:
         groups = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         outdated = parts.connector.disown(groups, self._names(groups, np.concatenate([np.arange(n) for n in counts])))
         if self._with_remote:
-            parts.door.disown(self._keys)
+            parts.door.disown(self._keys.first(self._keys.count))
         return outdated
 
     def close(self) -> None:
@@ -316,10 +344,11 @@ class HostText:
         self.drop()
         keeping, course = self._parts.keeping, self._course
         if not self._is_closed and self._end and course.has_begun and not self._is_outdated:
+            keys = self._keys.first(self._end // self._parts.spec.hash_tokens)
             if not self._is_left:
-                keeping.end(course, self._keys, self._end, is_answer=False)
-                self._leave()
-            keeping.leave(course, self._keys, course.prompt_end, self._end)
+                keeping.end(course, keys, self._end, is_answer=False)
+                self._leave(keys)
+            keeping.leave(course, keys, course.prompt_end, self._end)
         self._is_closed = True
 
     def __enter__(self) -> HostText:
@@ -330,7 +359,8 @@ class HostText:
 
     def _names(self, groups: Ids, at: Int64s) -> KeyArray:
         units = self._parts.arrays.geometry[:, Geo.UNITS][groups]
-        return self._keys.take((at + 1) * units - 1, axis=0)
+        places = (at + 1) * units
+        return self._keys.first(int(places.max(initial=0))).take(places - 1, axis=0)
 
 
 def _taken(table: Ids, at: Int64s) -> Ids:

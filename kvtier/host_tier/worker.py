@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.cpu_offload.connector import LONGEST_WAIT_S
 from kvtier.cpu_offload.engines import Outcome
 from kvtier.cpu_offload.engines.by_name import MakesEngine
+from kvtier.cpu_offload.shared_memory import SharedMemory
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.cpu_offload.wiping import Wiper
 from kvtier.geometry.options import check_identity, seconds, wait_seconds
@@ -56,6 +57,8 @@ class Ended(NamedTuple):
 class _UnderWay:
     transfer: Transfer
     begun_s: float
+    at: npt.NDArray[np.int64] | None = None
+    """Where its blocks are in the ordered copy; None: they are all of it."""
     is_late: bool = False
     is_spoiled: bool = False
 
@@ -68,6 +71,8 @@ class HostTierWorker:
     """One worker of a ``HostTierScheduler`` of the same ``plan``. ``memory`` and ``copy_engine``: as ``HostTier``'s.
 
     ``deadline_s``: seconds after which a load is reported as late, and after which nobody waits for a store.
+    ``shared``: the host memory of a plan with several ``sharers``. Each of them stores its part of the blocks there,
+    and loads all.
     """
 
     def __init__(
@@ -76,13 +81,15 @@ class HostTierWorker:
         memory: npt.NDArray[np.uint8] | torch.Tensor,
         deadline_s: float = 30.0,
         copy_engine: MakesEngine | str | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self._deadline_s = seconds(deadline_s, "deadline_s")
-        self._bytes = HostBytes(plan, memory, copy_engine)
+        self._bytes = HostBytes(plan, memory, copy_engine, shared)
+        self._shared = shared
         self._engine = self._bytes.engine
         self._wiper = Wiper(self._engine)
         self._under_way: dict[int, _UnderWay] = {}
-        self._refused: list[Outcome] = []
+        self._at_once: list[Outcome] = []  # copies that have ended as they began
         self._backend: RemoteWorker | None = None
 
     def use_remote(self, uri: str | Backend, key_secret: bytes, rank: int = 0) -> None:
@@ -95,7 +102,8 @@ class HostTierWorker:
         number = integer(rank)
         if number is None or number < 0 or key_secret is None:
             raise ConfigError(f"a remote needs key_secret, and rank, a number from 0 on, got {shown(rank)}")
-        self._backend = open_worker(uri, key_secret, self._bytes.blocks, number, self._engine.wake)
+        sharers = 1 if self._shared is None else self._shared.ranks
+        self._backend = open_worker(uri, key_secret, self._bytes.blocks, number, sharers, self._engine.wake)
         self._bytes.also(self._backend.close)
 
     def begin(self, orders: Orders) -> None:
@@ -126,10 +134,11 @@ class HostTierWorker:
         report, loaded, failed = Report(), list[int](), dict[int, str]()
         for ticket, receipt in ({} if self._backend is None else self._backend.poll()).items():
             report.add_receipt(ticket, receipt)
-        begun, self._refused = self._refused, []
+        begun, self._at_once = self._at_once, []
         for outcome in (*begun, *self._wiper.poll(lambda ticket: self._under_way[ticket].transfer)):
             mine = self._under_way.pop(outcome.ticket)
-            end = End(outcome.error, outcome.bad, outcome.corrupt)
+            bad = outcome.bad if mine.at is None or outcome.bad is None else mine.at[outcome.bad]
+            end = End(outcome.error, bad, outcome.corrupt)
             if mine.is_spoiled and not mine.is_load:
                 end = End(outcome.error or SPOILED)
             report.add(outcome.ticket, end)
@@ -151,7 +160,7 @@ class HostTierWorker:
         self._bytes.check_here()
         seconds = wait_seconds(timeout_s)
         moves = 0 if self._backend is None else self._backend.num_live
-        if (self._under_way or moves) and not self._refused:
+        if (self._under_way or moves) and not self._at_once:
             self._engine.wait(min(seconds, LONGEST_WAIT_S))
 
     @property
@@ -171,11 +180,15 @@ class HostTierWorker:
         for copy in orders.copies:
             if copy.is_load is not is_load:
                 continue
-            direction = Direction.LOAD if is_load else Direction.STORE
+            direction, at = Direction.LOAD if is_load else Direction.STORE, None
+            if self._shared is not None and not is_load:
+                copy, at = copy.of_rank(self._shared.rank, self._shared.ranks)
             transfer = Transfer(copy.ticket, direction, copy.groups, copy.device, copy.host, _NO_KEYS, 0, 0)
-            self._under_way[copy.ticket] = _UnderWay(transfer, self._engine.now())
-            if (failed := self._wiper.submit(transfer)) is not None:
-                self._refused.append(failed)
+            self._under_way[copy.ticket] = _UnderWay(transfer, self._engine.now(), at)
+            is_none = at is not None and len(at) == 0
+            ended = Outcome(copy.ticket) if is_none else self._wiper.submit(transfer)
+            if ended is not None:
+                self._at_once.append(ended)
 
     def _order_after(self, ticket: int, timeout_s: float) -> bool:
         try:

@@ -66,27 +66,33 @@ def open_relayed(
     host: BlockPools,
     connector: Connector,
     deadline_s: float,
-    workers: int,
+    copies: int,
 ) -> tuple[RemoteTier, RelayedBackend]:
-    """A tier for the scheduler of an engine whose bytes lie in ``workers`` other processes. Raises ``ConfigError``."""
+    """A tier for the scheduler of an engine whose bytes lie in other processes, in ``copies`` host memories.
+
+    Raises ``ConfigError``.
+    """
     assert connector.engine is not None
     plan = ObjectPlan(spec)
     name = outside_namespace(model_id, spec, secret, plan.signature)
-    sizes = np.array([workers * group.block_bytes for group in spec.groups], np.int64)
+    sizes = np.array([copies * group.block_bytes for group in spec.groups], np.int64)
     own = _backend(uri)
     backend = RelayedBackend(own, connector.engine.now)
-    wire = RelayedWire(sizes, [of_worker(name, rank, workers) for rank in range(workers)])
+    wire = RelayedWire(sizes, [of_worker(name, rank, copies) for rank in range(copies)])
     remote = RemoteTier(backend, wire, plan, host, connector.engine.now, deadline_s, *_ways(uri))
     return _tier(remote, own, connector), backend
 
 
 def open_worker(
-    uri: str | Backend, secret: bytes, memory: HostSide, rank: int, on_news: Callable[[], None]
+    uri: str | Backend, secret: bytes, memory: HostSide, rank: int, sharers: int, on_news: Callable[[], None]
 ) -> RemoteWorker:
-    """The part of a remote tier in worker number ``rank``. Raises ``ConfigError``."""
+    """The part of a remote tier in worker number ``rank``; ``sharers`` of them have one host memory.
+
+    Raises ``ConfigError``.
+    """
     backend = _backend(uri)
     try:
-        worker = RemoteWorker(backend, memory, rank, _digest_secret(uri, secret))
+        worker = RemoteWorker(backend, memory, rank, sharers, _digest_secret(uri, secret))
     except BaseException:
         backend.close(0.0)
         raise

@@ -28,7 +28,7 @@ class Parcel(NamedTuple):
     """Objects to store, or to read. Block i belongs to object ``of[i]``, which ascends; arrays are int32 [n].
 
     ``names``: kind and key of each object. ``hosts``: 0 for a block whose bytes are read and not kept, since it is
-    there already. ``namespaces``: of each worker, 16 bytes.
+    there already. ``namespaces``: of each host memory, 16 bytes.
     """
 
     ticket: int

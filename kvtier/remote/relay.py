@@ -1,8 +1,9 @@
 """A remote behind a host tier whose bytes lie in other processes, by worker and by rank.
 
 Owns       calls that no worker has been told of yet, and what only a part of the answers say.
-Promises   each worker has objects of its own, under names of its own namespace. A look asks for those of the first
-           one; a delete takes those of all. A call ends when every worker has reported; the worst outcome counts.
+Promises   each host memory has objects of its own, under names of its own namespace. A look asks for those of the
+           first one; a delete takes those of all. Workers that share a host memory carry each parcel out once. A call
+           ends when every worker has reported; the worst outcome counts.
 Does not   carry parcels and receipts: the engine does, with a step's orders and reports.
 """
 
@@ -82,7 +83,7 @@ def _folded(answer: Answer, same: int) -> Answer:
 
 
 class RelayedWire:
-    """``Wire`` for a ``RelayedBackend``. ``namespaces``: of each worker."""
+    """``Wire`` for a ``RelayedBackend``. ``namespaces``: of each host memory."""
 
     def __init__(self, block_bytes: npt.NDArray[np.int64], namespaces: Sequence[bytes]) -> None:
         self.block_bytes = block_bytes
@@ -107,39 +108,46 @@ class RelayedWire:
 
 
 class RemoteWorker:
-    """Carries parcels out in a worker. ``rank``: its number; ``secret``: as ``Wire``'s."""
+    """Carries parcels out in a worker. ``rank``: its number; ``secret``: as ``Wire``'s.
 
-    def __init__(self, backend: Backend, memory: HostSide, rank: int, secret: bytes | None) -> None:
+    ``sharers``: workers that have one host memory. One of them carries a parcel out; the others say at once that it is.
+    """
+
+    def __init__(self, backend: Backend, memory: HostSide, rank: int, sharers: int, secret: bytes | None) -> None:
         self._backend = backend
         self._memory = memory
         self._rank = rank
+        self._sharers = sharers
         self._secret = secret
         self._wires: dict[bytes, Wire] = {}
         self._live: set[int] = set()
         self._puts: set[int] = set()
-        self._refused: dict[int, Receipt] = {}
+        self._at_once: dict[int, Receipt] = {}
         backend.register(memory.arenas[1].bytes.data)
 
     @property
     def num_live(self) -> int:
         """Parcels that were not reported yet."""
-        return len(self._live) + len(self._refused)
+        return len(self._live) + len(self._at_once)
 
     def begin(self, parcels: Sequence[Parcel]) -> None:
         """Carries them out, on the remote's threads."""
         for parcel in parcels:
+            if not self._is_mine(parcel):
+                self._at_once[parcel.ticket] = Receipt((Grade.OK,) * len(parcel.names), {})
+                continue
             try:
-                self._wire(parcel.namespaces[self._rank]).carry(self._backend, parcel)
+                self._wire(parcel.namespaces[self._rank // self._sharers]).carry(self._backend, parcel)
             except Exception as problem:  # a parcel that cannot even begin has failed
                 reasons = dict.fromkeys(range(len(parcel.names)), reason_of(problem))
-                self._refused[parcel.ticket] = Receipt((Grade.FAILED,) * len(parcel.names), reasons)
+                self._at_once[parcel.ticket] = Receipt((Grade.FAILED,) * len(parcel.names), reasons)
                 continue
             self._live.add(parcel.ticket)
             self._puts |= {parcel.ticket} if parcel.is_put else set()
 
     def poll(self) -> dict[int, Receipt]:
         """The receipts of what has ended since the last call; never waits."""
-        found, self._refused = self._refused, {}
+        found, self._at_once = self._at_once, {}
         for answer in self._backend.poll():
             grades = tuple(Grade(_OUTCOMES.index(outcome)) for outcome in answer.outcomes)
             found[answer.ticket] = Receipt(grades, dict(answer.reasons), answer.seconds)
@@ -154,6 +162,11 @@ class RemoteWorker:
             self._backend.wait(left_s)
             self.poll()
         return self._backend.close(min(END_S, timeout_s))
+
+    def _is_mine(self, parcel: Parcel) -> bool:
+        """Whether this worker carries it out, of those that share its host memory."""
+        _, key = parcel.names[0]
+        return int.from_bytes(key, "little") % self._sharers == self._rank % self._sharers
 
     def _wire(self, namespace: bytes) -> Wire:
         if namespace not in self._wires:

@@ -111,6 +111,7 @@ MAKES = {
         "memory": MEMORY,
         "deadline_s": 30.0,
         "copy_engine": SimulatedEngine,
+        "shared": None,
     },
     HostTierScheduler: {"plan": HostPlan([group()], 4096, 2048), "deadline_s": 30.0, "workers": 1},
 }
@@ -118,7 +119,7 @@ MADE = [
     *((closing(door), door.__name__, name, given) for door, given in MAKES.items() for name in given),
     *(
         (HostPlan, "HostPlan", name, given)
-        for given in ({"groups": [group()], "memory_bytes": 4096, "host_memory": 2048, "verify": "full"},)
+        for given in ({"groups": [group()], "memory_bytes": 4096, "host_memory": 2048, "verify": "full", "sharers": 1},)
         for name in given
     ),
     *((made_of, "OutsideGroup", name, {}) for name in (*OutsideGroup.__dataclass_fields__, *Fragment._fields)),

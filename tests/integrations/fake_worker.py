@@ -157,7 +157,8 @@ class Worker:
         return self.storage.numpy()[at : at + PAGE]
 
     def content(self, group: int, layer: int, block_hash: bytes) -> np.ndarray:
-        seed = b"%d/%d/%d/" % (group, layer, self.rank) + block_hash
+        rank = 0 if self.engine.kinds[group] == "latents" else self.rank  # latents are the same on every rank
+        seed = b"%d/%d/%d/" % (group, layer, rank) + block_hash
         return np.frombuffer(hashlib.blake2b(seed, digest_size=PAGE).digest(), np.uint8)
 
     def state(self, group: int, layer: int, request: Request, num_tokens: int) -> np.ndarray:

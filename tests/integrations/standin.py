@@ -9,6 +9,7 @@ import enum
 import importlib
 import importlib.util
 import inspect
+import pickle
 import sys
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -110,7 +111,7 @@ def install() -> None:
         HASHING: {"get_hash_fn_by_name": lambda name: name},
         SOURCES: {"CacheHitSource": CacheHitSource},
         STATES: {"get_conv_state_layout": lambda: "SD"},
-        DISTRIBUTED: {"get_tensor_model_parallel_rank": lambda: 0},
+        DISTRIBUTED: {"get_tensor_model_parallel_rank": lambda: 0, "get_tp_group": lambda: None},
         "vllm": {"__version__": "0.32.0"},
     }
     for name, content in contents.items():
@@ -121,9 +122,25 @@ def install() -> None:
         vars(sys.modules[name]).update(content)
 
 
+class Group:
+    """Ranks that say what they have to say in their order, rank 0 first."""
+
+    def __init__(self) -> None:
+        self.said: Any = None
+
+    def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
+        if obj is not None:
+            self.said = pickle.dumps(obj)
+        return pickle.loads(self.said)
+
+
+GROUP = Group()
+
+
 def be_rank(rank: int) -> None:
     """What this process says of itself from now on."""
-    importlib.import_module(DISTRIBUTED).get_tensor_model_parallel_rank = lambda: rank
+    module = importlib.import_module(DISTRIBUTED)
+    module.get_tensor_model_parallel_rank, module.get_tp_group = lambda: rank, lambda: GROUP
 
 
 def check_call(name: str, *args: Any, **options: Any) -> None:

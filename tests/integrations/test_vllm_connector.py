@@ -82,6 +82,18 @@ def test_random_requests_read_only_what_was_written(monkeypatch, seed, faults, w
     assert engine.loads + engine.preemptions > 3
 
 
+@pytest.mark.parametrize("seed", range(sized(2, 20)))
+def test_that_a_text_is_new_is_seen_by_its_first_keys_and_changes_nothing_else(monkeypatch, seed):
+    engines = []
+    for look in (1, 1000):
+        monkeypatch.setattr("kvtier.host_tier.text.LOOK", look)
+        engines.append(FakeEngine(("window", "full"), 28, 1, seed, Faults(max_delay_s=2.0), host_memory=6_000))
+        random_requests(engines[-1], seed, 60, monkeypatch)
+    few, whole = ((one.loads, one.hits, one.steps, one.books.counts.stored_blocks) for one in engines)
+    assert few == whole
+    assert engines[0].loads > 0
+
+
 @pytest.mark.parametrize(
     ("seed", "kinds", "blocks"), [(1054, ("wide", "window"), 21), (1084, ("window", "chunk", "full"), 34)]
 )

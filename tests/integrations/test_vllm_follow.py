@@ -29,7 +29,7 @@ def test_a_table_does_not_share_the_list_that_vllm_goes_on_with() -> None:
 @pytest.mark.parametrize("size", [16, 20, 32])
 def test_a_key_is_the_first_128_bits_of_every_so_manieth_hash(size: int) -> None:
     hashes = [bytes([i]) * size for i in range(1, 10)]
-    keys = keys_of(hashes, 1, 2)
+    keys = keys_of(hashes, 1, 4, 2)
     assert [row.tobytes() for row in keys] == [bytes([i]) * HASH_BYTES for i in (4, 6, 8)]
     assert keys.flags.c_contiguous
-    assert keys_of(hashes, 4, 2).shape == keys_of([], 0, 1).shape == (0, 2)
+    assert keys_of(hashes, 4, 4, 2).shape == keys_of([], 0, 0, 1).shape == (0, 2)

@@ -27,12 +27,19 @@ REFUSED = {
         UnsupportedModel,
         "vLLM has turned prefix caching off.*MLA",
     ),
-    "latents on ranks": (
-        {"parallel": {"world_size": 2}, "model_fields": {"use_mla": True}},
+    "latents on machines": (
+        {"parallel": {"world_size": 2, "nnodes_within_dp": 2}, "model_fields": {"use_mla": True}},
+        {},
+        {},
+        ConfigError,
+        "all 2 ranks share one host memory, and need one machine",
+    ),
+    "latents beside states": (
+        {"parallel": {"world_size": 2}, "model_fields": {"use_mla": True, "is_hybrid": True}},
         {},
         {},
         UnsupportedModel,
-        "each of 2 ranks.*same latent",
+        "same on each rank, beside layers whose blocks are not.*--tensor-parallel-size 1",
     ),
     "states": (
         {"model_fields": {"is_hybrid": True}, "mamba_cache_mode": "all"},

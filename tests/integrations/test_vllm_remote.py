@@ -119,7 +119,7 @@ def test_events_tell_which_blocks_lie_in_the_remote(made: Made, monkeypatch: pyt
 
 def objects_of(engine: FakeEngine, hashes: list[bytes]) -> dict[tuple[str, bytes], set[tuple[int, bytes]]]:
     """Blocks, (group, hash), of all objects of a text, by name."""
-    plan, keys, found = engine.books.remote.plan, keys_of(hashes, 0, 1), {}
+    plan, keys, found = engine.books.remote.plan, keys_of(hashes, 0, len(hashes), 1), {}
     for n in range(plan.unit, len(keys) * plan.link + 1, plan.unit):
         objects, whole = plan.of_hit(keys, n), {one[:16]: one for one in hashes}
         for k, name in enumerate(objects.names):

@@ -46,6 +46,7 @@ from kvtier.geometry.layout import Seams
 from kvtier.machine.stats import LinkStats
 
 if TYPE_CHECKING:
+    from kvtier.cpu_offload.shared_memory import SharedMemory
     from kvtier.cpu_offload.tier_memory import Ids, TierMemory
 
 
@@ -146,6 +147,9 @@ class EngineFactory(ABC):
     The cache calls ``host_memory`` if it has a host tier, and then the factory itself. If the cache cannot be made
     after that and there is no engine yet, it calls ``give_back``.
     """
+
+    shared: SharedMemory | None = None
+    """Memory of several processes, if ``host_memory`` maps that."""
 
     @abstractmethod
     def __call__(self, memory: TierMemory) -> CopyEngine:

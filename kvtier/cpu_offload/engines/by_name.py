@@ -9,6 +9,7 @@ from kvtier.cpu_offload.engines.cuda.link import CudaLink
 from kvtier.cpu_offload.engines.null import NullEngine
 from kvtier.cpu_offload.engines.simulated import SimulatedEngine
 from kvtier.cpu_offload.engines.threads import ThreadsEngine
+from kvtier.cpu_offload.shared_memory import SharedMemory
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
@@ -22,18 +23,24 @@ CUDA = "cuda"
 """The engine's name on a GPU."""
 
 
-def engine_factory(engine: MakesEngine | str | None, device: str, needed: bool, paced: bool = False) -> EngineFactory:
+def engine_factory(
+    engine: MakesEngine | str | None,
+    device: str,
+    needed: bool,
+    paced: bool = False,
+    shared: SharedMemory | None = None,
+) -> EngineFactory:
     """The factory of the copy engine of this name, or of the engine that suits ``device``: "meta" has no bytes to move.
 
-    ``needed``: there is a host tier. ``paced``: see ``CudaLink``. Raises ``ConfigError``; ``DeviceUnavailable`` for a
-    GPU's software.
+    ``needed``: there is a host tier. ``paced``, ``shared``: see ``CudaLink``. Raises ``ConfigError``;
+    ``DeviceUnavailable`` for a GPU's software.
     """
     if callable(engine):
         return as_factory(engine)
     on_cuda = device.startswith("cuda")
     name = ("null" if device == "meta" else CUDA if on_cuda else "threads") if engine is None else engine
     if isinstance(name, str) and name == CUDA and on_cuda:
-        return CudaLink(int(device.partition(":")[2]), paced=paced) if needed else as_factory(NullEngine)
+        return CudaLink(int(device.partition(":")[2]), paced=paced, shared=shared) if needed else as_factory(NullEngine)
     if not isinstance(name, str) or name not in ENGINES or (on_cuda and needed and name != "null"):
         names = (CUDA, "null") if on_cuda else ENGINES
         raise ConfigError(

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvtier.integrations.vllm.geometry import geometry_of
+from kvtier.integrations.vllm.geometry import geometry_of, sharers_of
 from kvtier.integrations.vllm.settings import Settings, check, counts_nans
 from kvtier.integrations.vllm.stats import KvtierPromMetrics, KvtierStats
 
@@ -42,8 +42,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = check(vllm_config, vllm.__version__)
         geometry = geometry_of(kv_cache_config)
         workers = vllm_config.parallel_config.world_size
-        host_bytes = parse_bytes(self._settings.host_memory, "host_memory") // workers
-        self._plan = HostPlan(geometry.groups, geometry.memory_bytes, host_bytes, self._settings.verify)
+        sharers = sharers_of(kv_cache_config, workers)
+        host_bytes = parse_bytes(self._settings.host_memory, "host_memory") * sharers // workers
+        self._plan = HostPlan(geometry.groups, geometry.memory_bytes, host_bytes, self._settings.verify, sharers)
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -60,7 +60,7 @@ class Hashes:
             return None
         count = (i + 1) // self._stride
         if self._newest is None or self._newest[0] is not text or len(self._newest[1]) < count:
-            self._newest = text, keys_of(text, 0, self._stride)
+            self._newest = text, keys_of(text, 0, len(text) // self._stride, self._stride)
         return self._newest[1][:count]
 
 

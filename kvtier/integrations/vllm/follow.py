@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.integrations.vllm.geometry import keys_of
+from kvtier.machine.arguments import NO_KEYS
 
 if TYPE_CHECKING:
     from kvtier.host_tier.scheduler import HostTierScheduler
@@ -78,17 +79,18 @@ class TrackedRequest:
         self._with_remote = getattr(request, "lora_request", None) is None  # an adapter's content has no name
 
     def text(self) -> HostText:
-        """Its tokens' text in the host tier, with keys of all of vLLM's block hashes so far."""
-        hashes = self.request.block_hashes
-        count = len(hashes) // self._stride
+        """Its tokens' text in the host tier, with keys of all of vLLM's block hashes so far: read when needed."""
+        count = len(self.request.block_hashes) // self._stride
         if self._text is None or count < self._num_keys:
             self.close()
-            self._text = self._books.text(keys_of(hashes, 0, self._stride), self._with_remote, are_distinct=True)
-            self._num_keys = count
-        elif count > self._num_keys:
-            self._text.extend(keys_of(hashes, self._num_keys, self._stride))
+            self._text = self._books.text(NO_KEYS, self._with_remote, are_distinct=True)
+        if count > self._num_keys:
+            self._text.announce(count, self._keys)
             self._num_keys = count
         return self._text
+
+    def _keys(self, first: int, end: int) -> npt.NDArray[np.uint64]:
+        return keys_of(self.request.block_hashes, first, end, self._stride)
 
     def hashes_since(self, tokens: int) -> tuple[Sequence[bytes], int]:
         """vLLM's hashes of its blocks, and the number of the first one behind ``tokens``."""

@@ -34,6 +34,10 @@ PLACES = (
 FAMILIES = {"deepseek_v4": PLACES, "deepseek_v41": REPLAYED}
 """Why not, by ``model_type``."""
 
+MIXED = (
+    "this model keeps latent vectors (MLA), which are the same on each rank, beside layers whose blocks are not; "
+    "kvtier's connector takes it on one rank only: --tensor-parallel-size 1, with --data-parallel-size for more GPUs"
+)
 REASONS = {
     "CrossAttentionSpec": "attends to an encoder",
     "EncoderOnlyAttentionSpec": "attends in both directions",
@@ -64,7 +68,8 @@ class Geometry:
         )
         full = sum(g.block_bytes / g.block_tokens for g in self.groups if not g.attention.span_tokens)
         room = f"room for about {int(plan.layout.num_bytes / full):,} tokens" if full else "windows or states only"
-        return f"{plan.layout.num_bytes:,} bytes of host memory a worker, {workers} worker(s), {room}; groups {groups}"
+        whose = f"that {workers} workers share" if plan.sharers > 1 else f"a worker, {workers} worker(s)"
+        return f"{plan.layout.num_bytes:,} bytes of host memory {whose}, {room}; groups {groups}"
 
     @property
     def states(self) -> frozenset[int]:
@@ -123,6 +128,18 @@ def geometry_of(config: Any) -> Geometry:
     if any(group.attention.kind.name == "STATE" for group in groups):
         check_finer_hashes(hash_block, unit)
     return Geometry(tuple(groups), sizes.pop(), unit // hash_block)
+
+
+def sharers_of(config: Any, workers: int) -> int:
+    """How many of an engine's workers have the same bytes in their blocks: all, if every layer keeps latents (MLA).
+
+    Raises ``UnsupportedModel`` for latents beside other layers, on several workers.
+    """
+    specs = [spec for group in config.kv_cache_groups for spec in _layer_specs(group).values()]
+    latents = sum(type(spec).__name__ == "MLAAttentionSpec" for spec in specs)
+    if workers > 1 and 0 < latents < len(specs):
+        raise UnsupportedModel(MIXED)
+    return workers if latents else 1
 
 
 def check_finer_hashes(hash_tokens: int, block_tokens: int) -> None:
@@ -200,9 +217,9 @@ def _word(kind: Any, spec: Any) -> str:
     return f"{word}-{kind.span_tokens}" if kind.span_tokens else word
 
 
-def keys_of(hashes: Sequence[bytes], first: int, stride: int) -> npt.NDArray[np.uint64]:
-    """Keys from key ``first`` on, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
-    chosen = hashes[(first + 1) * stride - 1 :: stride] if first or stride > 1 else hashes
+def keys_of(hashes: Sequence[bytes], first: int, end: int, stride: int) -> npt.NDArray[np.uint64]:
+    """Keys ``first`` to ``end``, uint64 [n, 2], of vLLM's block hashes; every ``stride``-th counts."""
+    chosen = hashes[(first + 1) * stride - 1 : end * stride : stride]
     if not chosen:
         return np.empty((0, 2), np.uint64)
     a_hash = np.dtype({"names": ["key"], "formats": [f"V{HASH_BYTES}"], "itemsize": len(chosen[0])})

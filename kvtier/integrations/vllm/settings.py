@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kvtier.integrations.vllm.geometry import FAMILIES, check_finer_hashes
+from kvtier.integrations.vllm.geometry import FAMILIES, MIXED, check_finer_hashes
 from kvtier.machine.errors import ConfigError, UnsupportedModel
 
 VERSIONS = ((0, 30), (0, 33))
@@ -197,11 +197,13 @@ def check_model(config: Any) -> None:
     finer = getattr(config.cache_config, "prefix_match_unit", None)
     if mode == "align" and finer is not None:
         check_finer_hashes(finer, config.cache_config.block_size)
-    if is_mla and config.parallel_config.world_size > 1:
-        raise UnsupportedModel(
-            f"with MLA (multi-head latent attention) each of {config.parallel_config.world_size} ranks has the same "
-            "latent vectors, and kvtier's connector would keep them once a rank; it takes MLA models on one rank only: "
-            "--tensor-parallel-size 1, with --data-parallel-size for more GPUs"
+    workers = config.parallel_config.world_size if is_mla else 1
+    if workers > 1 and getattr(model, "is_hybrid", False):
+        raise UnsupportedModel(MIXED)
+    if workers > 1 and getattr(config.parallel_config, "nnodes_within_dp", 1) > 1:
+        raise ConfigError(
+            f"with MLA (multi-head latent attention) all {workers} ranks share one host memory, and need one machine: "
+            "choose a --tensor-parallel-size that fits it, with --data-parallel-size for more GPUs"
         )
 
 

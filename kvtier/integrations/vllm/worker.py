@@ -11,14 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.integrations.vllm.geometry import device_memory
 from kvtier.integrations.vllm.messages import StepOrders, WorkerReport
+from kvtier.machine.errors import MemoryUnavailable
 
 if TYPE_CHECKING:
+    from kvtier.cpu_offload.shared_memory import SharedMemory
     from kvtier.host_tier.orders import Report
     from kvtier.host_tier.plan import HostPlan
     from kvtier.integrations.vllm.settings import Settings
 
 IDLE_WAIT_S = 0.004
 """An empty step with copies under way waits so long: no request that arrives waits longer for it."""
+
+
+def shared_by_ranks(plan: HostPlan) -> SharedMemory:
+    """The host memory of all ranks, which all call this at once. Raises ``MemoryUnavailable``."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+
+    from kvtier.cpu_offload.shared_memory import SharedMemory, SharedName
+
+    rank = get_tensor_model_parallel_rank()
+    if rank == 0:
+        made: SharedMemory | None = None
+        try:
+            made = SharedMemory.make(plan.shared_bytes, plan.sharers)
+        finally:  # the others wait for it
+            get_tp_group().broadcast_object(None if made is None else tuple(made.name), src=0)
+        return made
+    told = get_tp_group().broadcast_object(None, src=0)
+    if told is None:
+        raise MemoryUnavailable("rank 0 could not make the host memory that all ranks share; its log says why")
+    return SharedMemory.open(SharedName(*told), rank, plan.sharers)
 
 
 class WorkerSide:
@@ -30,7 +52,8 @@ class WorkerSide:
         memory: Any = device_memory(config, caches)
         if memory.device.type == "cpu":
             memory = memory.numpy()
-        self.worker = HostTierWorker(plan, memory, settings.deadline_s, settings.copy_engine)
+        shared = shared_by_ranks(plan) if plan.sharers > 1 else None
+        self.worker = HostTierWorker(plan, memory, settings.deadline_s, settings.copy_engine, shared)
         self._waiting: dict[int, str] = {}
         self._void: set[int] = set()
         self._report: WorkerReport | None = None

@@ -48,8 +48,8 @@ MUTATIONS = (
         "core/cpu_offload/engines/cuda/host_memory",
         (
             "HostMemory.__init__",
-            "mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)",
-            "mmap.mmap(-1, 1 << (num_bytes - 1).bit_length(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)",
+            "mmap.mmap(file, num_bytes, flags=flags)",
+            "mmap.mmap(file, 1 << (num_bytes - 1).bit_length(), flags=flags)",
         ),
     ),
     mutation(

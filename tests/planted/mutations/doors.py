@@ -6,6 +6,24 @@ from ..mutation import mutation
 
 MUTATIONS = (
     mutation(
+        "host_tier_a_text_that_is_remembered_counts_as_new",
+        "I25",
+        "a conversation that was pushed out is never known to have come back",
+        "core/text_keys",
+        ("HostText._begins_like_none", "before is not NOTHING", "False"),
+    ),
+    mutation(
+        "host_tier_a_text_whose_beginning_is_there_counts_as_new",
+        "I11",
+        "what the tier has is computed again",
+        "core/text_keys",
+        (
+            "HostText._begins_like_none",
+            "parts.pools.find(groups, keys[parts.first_of_full]).all()",
+            "False",
+        ),
+    ),
+    mutation(
         "host_tier_loads_over_what_a_store_still_reads",
         "I17",
         "a store takes bytes of another block to the host",
@@ -54,8 +72,8 @@ MUTATIONS = (
         "core/host_tier",
         (
             "HostText._begin",
-            "ROOM * parts.keeping.sizes.room(parts.pools, each)",
-            "parts.keeping.sizes.room(parts.pools, each)",
+            "ROOM * (parts.room_of_slabs or parts.keeping.sizes.room(parts.pools, each))",
+            "parts.room_of_slabs or parts.keeping.sizes.room(parts.pools, each)",
         ),
     ),
     mutation(

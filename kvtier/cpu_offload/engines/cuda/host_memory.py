@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.cpu_offload.engines.cuda import numa
+from kvtier.cpu_offload.shared_memory import SharedMemory
 from kvtier.geometry.layout import Seams
 from kvtier.machine.errors import MemoryUnavailable
 from kvtier.machine.memory_limits import explain, limits
@@ -73,6 +74,7 @@ class HostMemory:
     ``piece_bytes``  the longest registration.
     ``pci_bus_id``   of the GPU that it should be near; "" if it does not matter.
     ``threads``      that fault pages in.
+    ``shared``       memory of several processes to take, wherever its pages lie.
     ``huge_pages``   asks for them. If memory is fragmented, the kernel then compacts it: seconds a GiB (ADR 0016).
     """
 
@@ -87,6 +89,7 @@ class HostMemory:
         threads: int = min(16, os.cpu_count() or 1),
         huge_pages: bool = False,
         progress: Progress = lambda what, done, total: None,
+        shared: SharedMemory | None = None,
     ) -> None:
         self.num_bytes = num_bytes
         self._registration = registration
@@ -94,13 +97,15 @@ class HostMemory:
         self._setting = setting
         self._notes: list[str] = []
         try:
-            self._map: mmap.mmap | None = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            file, flags = (-1, own) if shared is None else (shared.descriptor, mmap.MAP_SHARED)
+            self._map: mmap.mmap | None = mmap.mmap(file, num_bytes, flags=flags)
         except (OSError, ValueError, OverflowError) as problem:
             raise self._refused("mapping", problem) from problem
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         """The memory, uint8 [num_bytes]; empty once it is released."""
         self.address = int(self.array.ctypes.data)
-        node = self._place(pci_bus_id, huge_pages)
+        node = self._place(pci_bus_id if shared is None else "", huge_pages)
         try:
             start = time.perf_counter()
             self._populate(threads, progress)

@@ -26,6 +26,7 @@ from kvtier.cpu_offload.engines.cuda.host_memory import HostMemory, Progress, Re
 from kvtier.cpu_offload.engines.cuda.runtime import CudaRuntime, DeviceSums
 from kvtier.cpu_offload.engines.streams import StreamsEngine
 from kvtier.cpu_offload.engines.submission import Submission, SubmissionThreads
+from kvtier.cpu_offload.shared_memory import SharedMemory
 from kvtier.cpu_offload.tier_memory import TierMemory
 from kvtier.cpu_offload.transfer import Direction
 from kvtier.geometry.layout import Seams
@@ -61,6 +62,7 @@ class CudaLink(EngineFactory):
 
     ``api``: the device's calls; by default CuPy's, for device number ``index``. ``paced``: for engines with copies of
     their own between host and device in each step, which must not wait behind long loads and stores (docs/GPU.md).
+    ``shared``: memory of several processes, which becomes the host tier; each pins all of it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class CudaLink(EngineFactory):
         pci_bus_id: str = "",
         progress: Progress | None = None,
         paced: bool = False,
+        shared: SharedMemory | None = None,
     ) -> None:
         if api is None:
             check_software(index)
@@ -79,6 +82,7 @@ class CudaLink(EngineFactory):
             pci_bus_id = pci_bus_id or str(cupy_runtime().deviceGetPCIBusId(index))
         self._api = api
         self.paced = paced
+        self.shared = shared
         self._sums = sums
         self._pci_bus_id = pci_bus_id
         self._progress = progress
@@ -91,7 +95,13 @@ class CudaLink(EngineFactory):
         registration = Registration(self._api.host_register, self._api.host_unregister)
         with _bar(num_bytes) if self._progress is None else _same(self._progress) as progress:
             self._host = HostMemory(
-                num_bytes, registration, setting=setting, seams=seams, pci_bus_id=self._pci_bus_id, progress=progress
+                num_bytes,
+                registration,
+                setting=setting,
+                seams=seams,
+                pci_bus_id=self._pci_bus_id,
+                progress=progress,
+                shared=self.shared,
             )
         return self._host.array
 
@@ -130,18 +140,20 @@ class CudaLink(EngineFactory):
 
     def _measure(self, runtime: CudaRuntime, memory: TierMemory, mark: int) -> None:
         """Copies the first bytes of the device's arena to the host's, which holds nothing yet, and back; behind
-        ``mark``."""
+        ``mark``. Of shared memory a rank takes its own part."""
         runtime.bind_thread()
         device, host = memory.arenas
         stream = runtime.new_stream("measurement")
         runtime.wait(stream, mark)
         self._api.synchronize(stream)  # so that no measurement waits for it
-        most = min(int(self._host.starts[1]) - host.address if self._host and len(self._host.starts) > 1 else 1 << 62,
-                   len(host.storage), len(device.storage), WHOLE_BYTES)  # fmt: skip
+        first, length = (0, len(host.storage)) if self.shared is None else self.shared.own
+        begin, length = host.address + first, max(0, min(length, len(host.storage) - first))
+        later = [] if self._host is None else [int(at) for at in self._host.starts if at > begin]
+        most = min(*(at - begin for at in later[:1]), length, len(device.storage), WHOLE_BYTES)
         size = np.array([most // 16 * 16], np.uint64)
 
         def seconds(direction: Direction) -> float:
-            ends = np.array([device.address], np.uint64), np.array([host.address], np.uint64)
+            ends = np.array([device.address], np.uint64), np.array([begin], np.uint64)
             dst, src = ends[::-1] if direction is STORE else ends
             best = 1e9
             for _ in range(MEASURED):
