@@ -67,6 +67,8 @@ class PlanKey(NamedTuple):
     softcap: float | None
     scale: float
     sinks: bool
+    kernels: str = "fa2"
+    """FlashInfer's name of them; "fa3": Hopper's own."""
 
 
 class Indices(NamedTuple):
@@ -215,6 +217,11 @@ class Wrappers:
         self._rings.clear()
         self._turns.clear()
 
+    def drop(self, key: PlanKey) -> None:
+        """Gives up the wrappers of eager steps for ``key``."""
+        self._rings.pop(key, None)
+        self._turns.pop(key, None)
+
     def held(self) -> Held:
         """The memory that is held now."""
         return self._bytes(sum(map(len, self._rings.values())), len(self._graph_lanes))
@@ -229,7 +236,7 @@ class Wrappers:
         return Held(self._float_workspace.numel() + pinned + (eager + graphed) * KV_LENS_BYTES, pinned)
 
     def _make(self, key: PlanKey, buffers: GraphBuffers | None = None) -> Lane:
-        options: dict[str, Any] = {"backend": "fa2"}
+        options: dict[str, Any] = {"backend": key.kernels}
         if buffers is not None:
             options |= {
                 "use_cuda_graph": True,
@@ -263,7 +270,7 @@ def _sink_kernel(key: PlanKey) -> dict[str, Any]:
     q, kv, window = (str(x).removeprefix("torch.") for x in (key.q_dtype, key.kv_dtype, key.window_left >= 0))
     return {
         "jit_args": [
-            f"kvtier_prefill_sink_q_{q}_kv_{kv}_d_{key.head_dim}_{key.head_dim_v}_window_{window.lower()}_fa2",
+            f"kvtier_prefill_sink_q_{q}_kv_{kv}_d_{key.head_dim}_{key.head_dim_v}_window_{window.lower()}_{key.kernels}",
             key.q_dtype,
             key.kv_dtype,
             key.q_dtype,
@@ -275,7 +282,7 @@ def _sink_kernel(key: PlanKey) -> dict[str, Any]:
             ["sm_scale"],
             ["double"],
             "AttentionSink",
-            variants.attention_sink_decl["fa2"],
+            variants.attention_sink_decl[key.kernels],
         ],
         "jit_kwargs": {"use_sliding_window": key.window_left >= 0},
     }

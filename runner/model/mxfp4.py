@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Mxfp4Config
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
 from kvtier.attention.kernels.choice import runs_kernel
 
@@ -80,10 +78,13 @@ class PackedExperts(nn.Module):
 
     has_gate, has_bias, is_transposed = True, True, False
     is_slow = True
-    _apply_gate = GptOssExperts._apply_gate
+    gate_up_proj_blocks: Tensor
+    down_proj_blocks: Tensor
 
-    def __init__(self, dense: GptOssExperts) -> None:
+    def __init__(self, dense: Any) -> None:
+        """``dense``: transformers' layer, whose weights may be on torch's meta device."""
         super().__init__()
+        self._gate = type(dense)._apply_gate
         self.alpha, self.limit = dense.alpha, dense.limit
         for name in _NAMES:
             experts, inner, columns = getattr(dense, f"{name}_proj").shape
@@ -112,6 +113,10 @@ class PackedExperts(nn.Module):
             out.index_add_(0, token, (self._one(expert, "down", gated) * share).to(out.dtype))
         return out
 
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gated: Tensor = self._gate(self, gate_up)
+        return gated
+
     def _one(self, expert: int, name: str, x: Tensor) -> Tensor:
         blocks, scales, bias = (getattr(self, name + end)[expert] for end in (BLOCKS, SCALES, _BIAS))
         return F.linear(x, unpacked(blocks, scales, x.dtype), bias)
@@ -122,7 +127,8 @@ class _Packed(QuantizationConfigMixin):
     """What tells transformers to read the packed weights as they are."""
 
     def __init__(self, **_: Any) -> None:
-        super().__init__(_METHOD)
+        method: Any = _METHOD
+        super().__init__(method)
 
 
 @register_quantizer(_METHOD)
@@ -134,5 +140,5 @@ class _Reader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         for name, module in [*model.named_modules()]:
-            if type(module) is GptOssExperts:
+            if type(module).__name__ == "GptOssExperts":
                 model.set_submodule(name, PackedExperts(module))
