@@ -139,8 +139,15 @@ def test_decodes_beside_a_long_prompt_need_not_fill_their_tiles(backend: Backend
 
 @pytest.mark.parametrize(
     ("capability", "cuda", "runs"),
-    [((9, 0), "12.4", True), ((9, 0), "13.0", True), ((9, 0), "12.2", False), ((8, 0), "13.0", False)]
-    + [((10, 0), "13.0", False), ((9, 0), None, False), (None, "13.0", False)],
+    [
+        ((9, 0), "12.4", True),
+        ((9, 0), "13.0", True),
+        ((9, 0), "12.2", False),
+        ((8, 0), "13.0", False),
+        ((10, 0), "13.0", False),
+        ((9, 0), None, False),
+        (None, "13.0", False),
+    ],
 )
 def test_hopper_has_fa3(monkeypatch: pytest.MonkeyPatch, capability: Any, cuda: str | None, runs: bool) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)

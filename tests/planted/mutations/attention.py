@@ -78,17 +78,10 @@ MUTATIONS = (
     ),
     mutation(
         "fa3_without_a_trial",
-        "",
+        "I24",
         "prompts are attended by kernels that give other numbers here",
         "attention/flashinfer_fa3",
         ("_differs", "found <= _TOLERANCE", "found <= 1e9"),
-    ),
-    mutation(
-        "fa3_for_a_step_of_decodes",
-        "",
-        "each decode beside a short prompt costs a tile of 128 queries",
-        "attention/flashinfer_fa3",
-        ("fills", "-(-queries // tile) * tile * pages", "queries * pages"),
     ),
     mutation(
         "k_scale_not_folded",
