@@ -23,6 +23,8 @@ from kvtier.machine.errors import InvariantBroken
 
 NO_SLOT = -1
 """The slot of padding rows: they write nowhere."""
+_WASTE = 1.5
+"""Work on tiles of queries, in those of the queries that are there, up to which they are nearly full."""
 
 
 class Batch(ABC):
@@ -68,6 +70,10 @@ class Batch(ABC):
                 [f"I15: {fault}" for fault in found],
             )
 
+    def fills(self, tile: int) -> bool:
+        """Whether tiles of ``tile`` queries would be nearly full, counted by the work that they cause."""
+        return False
+
     @abstractmethod
     def lane(self, wrappers: Wrappers, key: Key) -> Lane:
         """A wrapper for ``key``, planned for this step."""
@@ -85,6 +91,10 @@ class PagedBatch(Batch):
         batch.slot_mapping = words.sent(slots, batch.device)
         batch.indices = batch.indices._replace(kv_indices=words.sent(pages, batch.device))
         return batch
+
+    def fills(self, tile: int) -> bool:
+        queries, pages = np.diff(self._paged[0]).astype(np.int64), np.diff(self._paged[1])
+        return bool((-(-queries // tile) * tile * pages).sum() <= _WASTE * (queries * pages).sum())
 
     def lane(self, wrappers: Wrappers, key: Key) -> Lane:
         """The next wrapper of the ring."""

@@ -124,6 +124,8 @@ class PlanKey(NamedTuple):
     softcap: float | None
     scale: float
     sinks: bool
+    kernels: str = "fa2"
+    """FlashInfer's name of them; "fa3": Hopper's own."""
 
     @property
     def int_bytes(self) -> tuple[int, int]:
@@ -132,7 +134,7 @@ class PlanKey(NamedTuple):
 
     def make(self, library: Any, workspace: Tensor, buffers: GraphBuffers | None) -> Any:
         """As in ``Key``; with sinks the kernel is compiled here."""
-        options: dict[str, Any] = {"backend": "fa2"}
+        options: dict[str, Any] = {"backend": self.kernels}
         if buffers is not None:
             options |= {
                 "use_cuda_graph": True,
@@ -327,6 +329,11 @@ class Wrappers:
         self._turns.clear()
         self._picked.clear()
 
+    def drop(self, key: PlanKey) -> None:
+        """Gives up the wrappers of eager steps for ``key``."""
+        self._rings.pop(key, None)
+        self._turns.pop(key, None)
+
     def held(self) -> Held:
         """The memory that is held now."""
         lanes = [lane for ring in self._rings.values() for lane in ring]
@@ -371,7 +378,7 @@ def _sink_kernel(key: PlanKey) -> dict[str, Any]:
     q, kv, window = (str(x).removeprefix("torch.") for x in (key.q_dtype, key.kv_dtype, key.window_left >= 0))
     return {
         "jit_args": [
-            f"kvtier_prefill_sink_q_{q}_kv_{kv}_d_{key.head_dim}_{key.head_dim_v}_window_{window.lower()}_fa2",
+            f"kvtier_prefill_sink_q_{q}_kv_{kv}_d_{key.head_dim}_{key.head_dim_v}_window_{window.lower()}_{key.kernels}",
             key.q_dtype,
             key.kv_dtype,
             key.q_dtype,
@@ -383,7 +390,7 @@ def _sink_kernel(key: PlanKey) -> dict[str, Any]:
             ["sm_scale"],
             ["double"],
             "AttentionSink",
-            variants.attention_sink_decl["fa2"],
+            variants.attention_sink_decl[key.kernels],
         ],
         "jit_kwargs": {"use_sliding_window": key.window_left >= 0},
     }

@@ -138,7 +138,22 @@ def obstacle(
     return None
 
 
+def runs_fa3(machine: Machine) -> bool:
+    """Whether FlashInfer has Hopper's own kernels here, which CUDA has compiled since 12.3."""
+    built = torch.version.cuda
+    return machine.capability is not None and machine.capability[0] == 9 and _numbers(built) >= (12, 3)
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    return tuple(int(number) for number in (version or "").split(".")[:2] if number.isdigit())
+
+
 def make(choice: Choice, device: torch.device | str, **options: Any) -> Any:
-    """The backend itself; ``options`` are ``FlashInfer``'s. Allocates FlashInfer's workspace."""
+    """The backend itself; ``options`` are ``FlashInfer``'s. Allocates FlashInfer's workspace.
+
+    On Hopper, FlashInfer tries FA3 for prompts, unless ``options`` say otherwise.
+    """
     torch_s: dict[str, Any] = {"reference": reference, "exact": exact}
-    return torch_s[choice.name] if choice.name in torch_s else FlashInfer(device, **options)
+    if choice.name in torch_s:
+        return torch_s[choice.name]
+    return FlashInfer(device, **{"fa3": runs_fa3(Machine.here(torch.device(device)))} | options)

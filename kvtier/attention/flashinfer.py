@@ -8,7 +8,11 @@ Does not   decide where blocks lie, choose itself (choice.py), or write K and V 
 
 Prefill and decode run the same kernels, FA2 with tensor cores, through BatchPrefillWithPagedKVCacheWrapper. A packed
 step mixes both anyway. The decode wrapper's CUDA-core kernels read pages from token 0 in spite of a window, and support
-some GQA ratios only. FA3 reads up to two tiles before a window, and has no switch that fixes the split of keys.
+some GQA ratios only.
+
+FA3, Hopper's own, takes eager steps of prompts over full groups if it may (``fa3``). It reads up to two tiles before a
+window, has no switch that fixes the split of keys, and computes a tile of 128 queries and more for each decode. Two
+trials judge it for each kernel, on steps as they come: it must give what FA2 gives.
 
 A window of W tokens is ``window_left = W - 1`` over tables that begin at the first page some query sees. A chunked
 group comes as virtual batches, one entry per request and chunk, under a plain causal mask. FlashInfer fixes window,
@@ -27,6 +31,7 @@ tile of queries still depends on the batch: FlashInfer picks it by the mean numb
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +46,8 @@ from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
 from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError
 
+_log = logging.getLogger("kvtier.attention")
+
 DEFAULT_WORKSPACE_BYTES = 128 << 20
 """Size of the workspace that all wrappers share; ``workspace_bytes_for`` gives the need of a geometry."""
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
@@ -50,7 +57,13 @@ HEAD_DIMS_8_BITS = ((64, 64), (128, 128), (256, 256))
 """Head sizes of K and V in 8-bit floats. They are loaded in strips of 128: of a head of 192 the last 64 would be
 left out."""
 DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS_FA3 = ((64, 64), (128, 128), (256, 256))
+"""Head sizes of FA3's kernels for pages."""
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""What a wrapper is run with: queries, K, V, sinks."""
 RING = 2
+_TOLERANCE = 1e-2
+"""The most that the RMS of a difference between FA3's output and FA2's may be, relative."""
 _ALIGN_BYTES = 16
 _MAX_STRIDE = 2**32
 
@@ -60,8 +73,9 @@ class FlashInfer:
 
     ``workspace_bytes``: for partial results of split keys, shared by all wrappers. ``ring``: wrappers that eager steps
     take turns on. ``batch_invariant``: keys are never split, so that a row does not depend on the rest of the batch;
-    long contexts decode slower. ``check_indices``: look at every index array before it is planned (I15). Raises
-    ``AttentionUnavailable`` if FlashInfer is too old or cannot be imported, ``MemoryUnavailable`` for the workspace.
+    long contexts decode slower. ``check_indices``: look at every index array before it is planned (I15). ``fa3``: steps
+    of prompts may run Hopper's kernels (choice.py). Raises ``AttentionUnavailable`` if FlashInfer is too old or cannot
+    be imported, ``MemoryUnavailable`` for the workspace.
     """
 
     name = "flashinfer"
@@ -76,8 +90,12 @@ class FlashInfer:
         ring: int = RING,
         batch_invariant: bool = False,
         check_indices: bool = False,
+        fa3: bool = False,
     ) -> None:
         self.check_indices = check_indices
+        self._fa3 = fa3 and not batch_invariant
+        self._trials: dict[PlanKey, dict[bool, str]] = {}
+        """What speaks against FA3's kernels, by trials on steps of prompts (True) and on others; "": nothing."""
         self._batch_invariant = batch_invariant
         device = torch.device(device)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
@@ -169,10 +187,37 @@ class FlashInfer:
         out = query.new_empty(*query.shape[:2], v_cache.shape[3])
         if not batch.tokens:
             return out
-        lane = self._lane(batch, key, k_cache.shape[0])
         logits = None if sinks is None else sinks.float().contiguous()
-        lane.run(batch, _readable(fold_query(query, k_scale)), k_cache, v_cache, logits, out)
+        given: Given = _readable(fold_query(query, k_scale)), k_cache, v_cache, logits
+        if self._fa3 and isinstance(batch, batches.PagedBatch) and _has_fa3(key, batch.group):
+            key = self._of_prompts(batch, key, given, out)
+        self._lane(batch, key, k_cache.shape[0]).run(batch, *given, out)
         return fold_output(out, v_scale)
+
+    def _of_prompts(self, batch: batches.PagedBatch, key: PlanKey, given: Given, out: Tensor) -> PlanKey:
+        """``key``, or FA3's for the same work, if the step is one of prompts and FA3 stands its trials."""
+        fast = key._replace(kernels="fa3")
+        kernel = fast._replace(group="", num_qo_heads=0, num_kv_heads=0, softcap=key.softcap and 1.0, scale=1.0)
+        prompts = batch.fills(_tile(key.head_dim_v))
+        trials = self._trials.setdefault(kernel, {})
+        if prompts not in trials and not any(trials.values()):
+            trials[prompts] = self._differs(batch, key, fast, given, out)
+        return fast if prompts and not any(trials.values()) else key
+
+    def _differs(self, batch: batches.PagedBatch, key: PlanKey, fast: PlanKey, given: Given, out: Tensor) -> str:
+        """What speaks against FA3 on this step; "": nothing. Waits for the device."""
+        own, blocks = torch.empty_like(out), given[1].shape[0]
+        self._lane(batch, key, blocks).run(batch, *given, own)
+        try:
+            self._lane(batch, fast, blocks).run(batch, *given, out)
+            found = float((out.float() - own.float()).norm() / own.float().norm().clamp_min(1e-12))
+            why = "" if found <= _TOLERANCE else f"differs by {found:.2g}"
+        except AttentionUnavailable as problem:
+            why = f"does not run: {problem}"
+        if why:
+            _log.warning("prompts stay with FlashInfer's FA2 kernels: FA3 %s", why)
+            self._wrappers.drop(fast)
+        return why
 
     @torch.no_grad()
     def attend_latent(
@@ -284,6 +329,16 @@ def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype, kv_dtype: tor
         have = str(head_dim) if head_dim == head_dim_v else f"{head_dim} with {head_dim_v}"
         return f"it computes heads of {sizes}{' over K and V in 8 bits' if narrow else ''}, not {have}"
     return None
+
+
+def _tile(head_dim_v: int) -> int:
+    """Queries of one head that a thread block of FA3 computes at once."""
+    return 192 if head_dim_v == 64 else 128
+
+
+def _has_fa3(key: PlanKey, group: GroupSpec) -> bool:
+    sizes = key.head_dim, key.head_dim_v
+    return group.attention.kind is Kind.FULL and key.q_dtype is key.kv_dtype and sizes in HEAD_DIMS_FA3
 
 
 def check_views(k: Tensor, v: Tensor) -> None:

@@ -38,6 +38,8 @@ class _Shared:
     fact: PushedOut
     told: npt.NDArray[np.int64]
     """[num_rows], which request of the row it names (``Roster.numbers``)."""
+    named: set[str]
+    """The requests that it names; one that got another row is named once."""
 
 
 class EvictionWatch:
@@ -86,14 +88,17 @@ class EvictionWatch:
         last, now, numbers = self._last.get(tier), time.perf_counter(), roster.numbers[rows]
         if last is None or self._journal.count - last.number > 2 or now - last.at_s >= TOGETHER_S:
             fact = PushedOut(tier, blocks, tuple(roster.ids(rows)))
-            last = self._last[tier] = _Shared(self._journal.count, now, fact, np.zeros_like(roster.numbers))
+            told = np.zeros_like(roster.numbers)
+            last = self._last[tier] = _Shared(self._journal.count, now, fact, told, set(fact.by))
             last.told[rows] = numbers
             self._journal.add("", fact)
             return
         are_new = last.told[rows] != numbers
         by = last.fact.by
         if are_new.any():
-            by = tuple(dict.fromkeys((*by, *roster.ids(rows[are_new]))))
+            fresh = dict.fromkeys(name for name in roster.ids(rows[are_new]) if name not in last.named)
+            by = (*by, *fresh)
+            last.named.update(fresh)
             last.told[rows] = numbers
         names = dict.fromkeys((*last.fact.blocks, *blocks))
         total = {name: last.fact.blocks.get(name, 0) + blocks.get(name, 0) for name in names}

@@ -35,7 +35,7 @@ from transformers import (
 from kvtier.machine.errors import UnsupportedModel
 from kvtier.machine.integers import shown
 from runner.errors import ModelLoadError
-from runner.model import gguf, place
+from runner.model import gguf, mxfp4, place
 from runner.model.gguf_header import Header, checked_header
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -155,8 +155,13 @@ def auto_class(config: Any) -> Any:
     )
 
 
-def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str) -> Any:
-    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's (a GGUF file has none)."""
+def read_model(
+    folder: Path, config: Any, dtype: torch.dtype | str, attn_implementation: str, *, packed: bool = False
+) -> Any:
+    """The model on the CPU, in evaluation mode. ``dtype`` "auto" keeps the checkpoint's (a GGUF file has none).
+
+    ``packed``: weights in MXFP4 stay as they are (mxfp4.py); else they become ``dtype``.
+    """
     auto = auto_class(config)
     if not folder.is_file() and not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder} has no *.safetensors weights; convert it with save_pretrained and try again")
@@ -164,6 +169,7 @@ def read_model(folder: Path, config: Any, dtype: torch.dtype | str, attn_impleme
         with _source(folder) as source:
             loaded: Any = auto.from_pretrained(
                 **source,
+                **mxfp4.loading_options(config, packed),
                 config=config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -220,10 +226,10 @@ def weights_dtype(folder: Path, dtype: Any, device: str) -> torch.dtype | str:
     return gguf.default_dtype(device) if wanted == "auto" and folder.is_file() else wanted
 
 
-def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
+def weights_bytes(folder: Path, dtype: torch.dtype | str, *, packed: bool = True) -> int:
     """Bytes of the weights once they are read as ``dtype`` ("auto": as stored); only the files' heads are read.
 
-    Raises ``ModelLoadError`` for damaged files.
+    ``packed``: as for ``read_model``. Raises ``ModelLoadError`` for damaged files.
     """
     if folder.is_file():
         assert isinstance(dtype, torch.dtype)
@@ -238,6 +244,8 @@ def weights_bytes(folder: Path, dtype: torch.dtype | str) -> int:
                     bits = int((re.findall(r"\d+", stored) or [8])[0])  # of BF16, F8_E4M3, I64, BOOL
                     if isinstance(dtype, torch.dtype) and stored in _FLOATS:
                         bits = 8 * dtype.itemsize
+                    if not packed:
+                        bits = mxfp4.unpacked_bits(name, dtype, bits)
                     total += math.prod(tensor.get_shape()) * bits // 8
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{file} cannot be read ({_line(error)}); fetch it again") from error

@@ -32,7 +32,7 @@ from kvtier.integrations.refusals import refuse_to_attend
 from kvtier.integrations.transformers import latent_groups, query_heads, text_config
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable, NotExact
-from runner.model import checkpoint
+from runner.model import checkpoint, mxfp4
 from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
 from runner.model.compressed import Compressed, PlacesOfStep
 from runner.model.device import model_device
@@ -419,8 +419,10 @@ def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:
 
 def _weights_on(device: str, folder: Path, config: Any, dtype: Any) -> Any:
     """The model of a folder, in this dtype; raises ``MemoryUnavailable``."""
-    check_device_memory(device, checkpoint.weights_bytes(folder, dtype), "loading the weights", _TOO_LARGE)
-    weights = checkpoint.read_model(folder, config, dtype, NAME)
+    packed = mxfp4.stays_packed(config, device, dtype)
+    taken = checkpoint.weights_bytes(folder, dtype, packed=packed or not mxfp4.is_stored(config))
+    check_device_memory(device, taken, "loading the weights", _TOO_LARGE)
+    weights = checkpoint.read_model(folder, config, dtype, NAME, packed=packed)
     try:
         return weights.to(device)
     except torch.OutOfMemoryError as problem:  # another process was faster, or it is not there in one piece

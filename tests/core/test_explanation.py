@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import inside
+import numpy as np
 import pytest
 from model.metrics import check_journal
 
 from core.driving import LOAD, STORE, prompt
 from kvtier import CacheManager, ConfigError, FullAttention, Request, SlidingWindow, explain
 from kvtier.coordinator.boundaries import Boundaries, End
+from kvtier.coordinator.eviction_watch import EvictionWatch
 from kvtier.machine.journal import Copied, Journal, PushedOut, Runs
 
 FULL = {"full": (FullAttention(), 4)}
@@ -357,3 +361,17 @@ def test_a_cache_without_a_journal_marks_nothing(make_serving):
     serving = make_serving(FULL, 40)
     serving.serve("before", prompt(0, 33), 1)
     assert inside.num_marks(serving.cache) == 0
+
+
+def test_a_request_that_comes_back_in_another_row_is_named_once():
+    """The names of an event are added to, and nobody's is looked at again."""
+    journal, evicted, numbers = Journal(10), np.zeros(1, np.int64), np.array([1, 2, 3])
+    pools = SimpleNamespace(column=lambda which: evicted)
+    watch = EvictionWatch(journal, SimpleNamespace(spec=SimpleNamespace(names=["full"]), pools=pools), None)
+    roster = SimpleNamespace(numbers=numbers, ids=lambda rows: [f"r{numbers[row]}" for row in rows])
+    for rows, held_by in (([0, 1], [1, 2, 3]), ([1, 2], [1, 2, 3]), ([0, 1], [4, 1, 3]), ([0, 1, 2], [4, 1, 3])):
+        numbers[:] = held_by
+        evicted += len(rows)
+        watch.note_rows(np.array(rows, np.int32), roster)
+    (event,) = journal.since()
+    assert event.fact == PushedOut("device", {"full": 9}, ("r1", "r2", "r3", "r4"))

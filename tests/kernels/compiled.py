@@ -20,7 +20,14 @@ from runner.model.fused import triton_experts, triton_rope
 STRIDES = ["block", "token", "head"]
 
 
-def ptx(capability: int, kernel: Any, pointers: dict[str, str], sizes: dict[str, str], **constants: Any) -> str:
+def ptx(
+    capability: int,
+    kernel: Any,
+    pointers: dict[str, str],
+    sizes: dict[str, str],
+    options: dict[str, int] | None = None,
+    **constants: Any,
+) -> str:
     """``pointers`` and ``sizes``: Triton types by argument; all but floats are multiples of 16."""
     signature = {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}
     signature = {name: signature[name] for name in kernel.arg_names}
@@ -28,7 +35,7 @@ def ptx(capability: int, kernel: Any, pointers: dict[str, str], sizes: dict[str,
     aligned = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name in whole]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])
+    return str(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"])
 
 
 def write_kv(capability: int, new: str, pool: str, scaled: bool) -> str:
@@ -61,17 +68,24 @@ def write_kv(capability: int, new: str, pool: str, scaled: bool) -> str:
     )
 
 
-def experts(capability: int, product: str, few: bool) -> str:
-    """A product of gpt-oss-20b's experts."""
-    tiles = (triton_experts.HOPPER.few if few else triton_experts.HOPPER.many)[product == "down"]
+def experts(capability: int, product: str, amount: str, packed: bool = False) -> str:
+    """A product of gpt-oss-20b's experts; ``packed``: in MXFP4, as they are published."""
+    tiles = getattr(triton_experts.HOPPER, amount)[product == "down"]
+    cut, _ = triton_experts._cut(tiles, 2880, 256, 32, packed)
+    options = {name: cut.pop(name) for name in ("num_warps", "num_stages")}
     pointers = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16") | dict.fromkeys(("order", "starts"), "*i32")
-    sizes = dict.fromkeys(("experts", "inner", "columns", "w_expert", "w_inner"), "i32")
-    constants = {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "INNER": tiles.inner, "EXPERTS": 32, "BIAS": True}
+    sizes = dict.fromkeys(("experts", "inner", "columns", "w_expert"), "i32")
+    constants = {"EXPERTS": 32, "BIAS": True, "MXFP4": packed, **cut}
+    if packed:
+        pointers |= {"weight": "*u8", "scales": "*u8"}
+        sizes["w_column"], constants["w_inner"] = "i32", 1
+    else:
+        sizes["w_inner"], constants["w_column"], constants["scales"] = "i32", 1, None
     if product == "down":
-        return ptx(capability, triton_experts._down, pointers | {"share": "*bf16"}, sizes, w_column=1, **constants)
+        return ptx(capability, triton_experts._down, pointers | {"share": "*bf16"}, sizes, options, **constants)
     sizes |= {"x_row": "i32", "limit": "fp32", "alpha": "fp32"}
     constants |= {"TOP_K": 4, "ACT": int(triton_experts.Act.CLAMPED), "INTERLEAVED": True}
-    return ptx(capability, triton_experts._up, pointers, sizes, w_column=1, **constants)
+    return ptx(capability, triton_experts._up, pointers, sizes, options, **constants)
 
 
 def rope(capability: int) -> str:
@@ -110,10 +124,11 @@ def main(capability: int, *without: str) -> dict[str, str]:
             capability, triton_experts._sum, {"x": "*bf16", "out": "*bf16"}, {"columns": "i32"}, TOP_K=4, COLUMNS=1024
         ),
     } | {
-        f"{product}, {amount}": experts(capability, product, amount == "few")
+        name: experts(capability, product, amount, packed)
         for product in ("up", "down")
         for amount in ("few", "many")
-        if f"{product}, {amount}" not in without
+        for packed in (False, True)
+        if (name := f"{product}, {amount}" + (", mxfp4" if packed else "")) not in without
     }
 
 

@@ -21,7 +21,8 @@ pytest.importorskip("triton", reason="triton is not installed; `make test` insta
 
 LOADS = r"\bld\.global[\w.:]*\.(v4\.b32|v2\.b64)\b"
 STORES = r"\bst\.global[\w.:]*\.(v4\.b32|v2\.b64)\b"
-WITHOUT: list[str] = sized(["down, few", "up, many"], [])
+PACKED = ["up, few, mxfp4", "down, few, mxfp4", "up, many, mxfp4", "down, many, mxfp4"]
+WITHOUT: list[str] = sized(["down, few", "up, many", *PACKED[1:]], [])
 """Products of experts that are as the others; it takes seconds to compile them."""
 
 
@@ -40,7 +41,7 @@ def ptx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_nothing_spills(ptx: dict[str, str]) -> None:
-    assert len(ptx) == 11 - len(WITHOUT)
+    assert len(ptx) == 15 - len(WITHOUT)
     assert not [name for name, text in ptx.items() if re.search(r"\b(ld|st)\.local", text)]
 
 
@@ -68,3 +69,13 @@ def test_experts_of_a_decode_step_stream_their_weights(ptx: dict[str, str], kern
 @pytest.mark.parametrize("kernel", sample(["up, many", "down, many"], ["down, many"]))
 def test_experts_of_a_prompt_use_the_tensor_cores_of_hopper(ptx: dict[str, str], kernel: str) -> None:
     assert re.search(r"\bwgmma\.mma_async\.\S*\.bf16", ptx[kernel])
+
+
+@pytest.mark.parametrize("kernel", sample(PACKED, PACKED[:1]))
+def test_experts_in_mxfp4_are_streamed_as_they_are(ptx: dict[str, str], kernel: str) -> None:
+    """No byte is loaded alone, and permutations of bytes make numbers of them on the way to a product."""
+    text = ptx[kernel]
+    assert not re.search(r"\bld\.global[\w.:]*\.[bsu]8\b", text)
+    assert re.search(r"\bcp\.async\.c[ag]\.shared\.global", text)
+    assert re.search(r"\bprmt\.b32", text)
+    assert re.search(r"\bwgmma\.mma_async\.\S*\.bf16", text)

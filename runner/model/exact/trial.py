@@ -4,7 +4,8 @@ Owns       the steps that are compared, and which modules are computed in the ex
            elementwise functions, or multiply with weights and are no packed linear layer, or the trial finds them.
 Promises   a model passes only if no bit differed. Else ``NotExact`` names the first module whose output differed for
            equal inputs, and the numbers of rows.
-Does not   prove: it compares steps of 1 to 401 rows (fewer where a model is large), of one text of 591 tokens.
+Does not   prove: it compares steps of 1 to 401 rows, of one text of 591 tokens. Where a model is large, only its first
+           layers have that many, as far as each later one is like one of them; all layers have steps of few rows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _BESIDE = 30, 5
 """Tokens of two other prompts, which run beside it and then decode."""
 _WORK = 60e9
 """Weights times tokens that the trial of a large model may take; its steps are shorter then, by a common factor."""
+_DEEP = 13, 3, 1, 1
+"""Rows of the steps for all layers of a large model: each reads all weights, which takes longer than computing."""
+_NOT_ALIKE = "layer_idx"
+"""The attribute of a module that differs from layer to layer without a meaning for what it computes."""
 _ROUNDS = 12
 """Kinds of modules that are found, at most."""
 
@@ -40,6 +45,12 @@ class _Run(NamedTuple):
 
     what: str
     steps: tuple[tuple[tuple[int, int], ...], ...]
+    layers: int = 0
+    """How many of the model's layers are computed, from the first one on; 0: all, and the logits."""
+
+
+class _Enough(Exception):
+    """As many layers are computed as a run wants; with what the last one has made."""
 
 
 class _Found(NamedTuple):
@@ -87,30 +98,75 @@ def _has_experts(module: nn.Module) -> bool:
 
 def _difference(model: Any) -> _Found | None:
     """The first module that does not keep its bits; None if K, V, states and logits of all runs are the same."""
-    first, *others = runs(model)
-    expected = _outcome(model, first)
-    for run in others:
-        if not all(map(torch.equal, expected, _outcome(model, run))):
-            return _blame(model, first, run)
+    for first, *others in trials(model):
+        expected = _outcome(model, first)
+        for run in others:
+            if not all(map(torch.equal, expected, _outcome(model, run))):
+                return _blame(model, first, run)
     return None
 
 
-def runs(model: Any) -> list[_Run]:
-    """The text in one step; in several; and in several with others beside it."""
-    most = _WORK / max(1, sum(weight.numel() for weight in model.model.parameters()))
+def trials(model: Any) -> list[list[_Run]]:
+    """Runs that must come to the same: the text in one step; in several; and in several with others beside it.
+
+    Of a model that is too large for the whole text, the layers that are unlike each other have it as far as that goes,
+    and all layers a short one.
+    """
+    share = _share(model, model.model)
+    layers = _layers(model) if share < _share(model, nn.ModuleList()) else []
+    unlike = _unlike(model, layers)
+    if unlike == len(layers):
+        return [_runs(_sizes(share))]
+    whole, _, beside = _runs(list(_DEEP))
+    return [_runs(_sizes(_share(model, nn.ModuleList(layers[:unlike]))), unlike), [whole, beside]]
+
+
+def _share(model: Any, of: nn.Module) -> float:
+    """The part of the text that a trial of these modules may have; of none: as far as the model reads."""
+    most = _WORK / max(1, sum(weight.numel() for weight in of.parameters()))
     share = min(1.0, most / (5 * sum(_ROWS)))
-    if model.max_tokens:
-        share = min(share, (model.max_tokens - 4 * _LEAST) / sum(_ROWS))
-    sizes = [max(min(n, _LEAST), int(n * share)) for n in _ROWS]
+    return min(share, (model.max_tokens - 4 * _LEAST) / sum(_ROWS)) if model.max_tokens else share
+
+
+def _sizes(share: float) -> list[int]:
+    return [max(min(n, _LEAST), int(n * share)) for n in _ROWS]
+
+
+def _runs(sizes: list[int], layers: int = 0) -> list[_Run]:
     ends = np.cumsum(sizes).tolist()
     cuts = list(zip([0, *ends], ends, strict=False))
     a, b = _BESIDE
     beside = [((0, a), (0, b)), *(((a + i, a + i + 1), (b + i, b + i + 1)) for i in range(len(cuts) - 1))]
     return [
-        _Run("", (((0, ends[-1]),),)),
-        _Run("alone", tuple((cut,) for cut in cuts)),
-        _Run("beside others", tuple((cut, *other) for cut, other in zip(cuts, beside, strict=True))),
+        _Run("", (((0, ends[-1]),),), layers),
+        _Run("alone", tuple((cut,) for cut in cuts), layers),
+        _Run("beside others", tuple((cut, *other) for cut, other in zip(cuts, beside, strict=True)), layers),
     ]
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder's layers, in their order; none if they are not told."""
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    lists = [m for m in model.model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
+def _unlike(model: Any, layers: list[nn.Module]) -> int:
+    """The least number of layers, from the first one on, among which each layer has one that is like it."""
+    found: dict[Any, int] = {}
+    for i, (layer, roles) in enumerate(zip(layers, model.spec(block_tokens=1).layers, strict=False)):
+        alike = tuple((name, type(module), *_told(module)) for name, module in layer.named_modules())
+        found.setdefault((alike, tuple(sorted((role, name) for role, (name, _) in roles.items()))), i + 1)
+    return max(found.values(), default=0)
+
+
+def _told(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The shapes of a module's own weights, and what its attributes say in numbers and words."""
+    for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        yield name, (weight.shape, weight.dtype)
+    for name, value in vars(module).items():
+        if isinstance(value, int | float | str | bool) and name != _NOT_ALIKE:
+            yield name, value
 
 
 def _steps(model: Any, run: _Run) -> Iterator[tuple[Any, Any]]:
@@ -125,12 +181,35 @@ def _steps(model: Any, run: _Run) -> Iterator[tuple[Any, Any]]:
 
 
 def _outcome(model: Any, run: _Run) -> list[Tensor]:
-    """K and V of the text in each layer, its last state, and the logits of its last token."""
+    """K and V of the text in each layer, its last state, and the logits of its last token.
+
+    Of a run of some layers what the last of them makes of each token instead of logits.
+    """
+    made = []
     for step, cache in _steps(model, run):
-        logits = model.forward(step, cache)
+        made.append(_forward(model, run, step, cache))
     tokens = run.steps[-1][0][1]
     kv = [x[1 : 1 + tokens].float() for x in cache.all_kv()]
-    return [*kv, *cache.all_states(tokens), logits[0]]
+    return [*kv, *cache.all_states(tokens), torch.cat(made) if run.layers else made[-1]]
+
+
+def _forward(model: Any, run: _Run, step: Any, cache: Any) -> Tensor:
+    """Of the first text: its last token's logits [1, vocab], or all its tokens behind the last layer [n, hidden]."""
+
+    def enough(module: nn.Module, args: Any, out: Any) -> None:
+        made = out[0] if isinstance(out, tuple) else out
+        raise _Enough(made.reshape(-1, made.shape[-1])[: step.query_start[1]])
+
+    hook = _layers(model)[run.layers - 1].register_forward_hook(enough) if run.layers else None
+    try:
+        logits: Tensor = model.forward(step, cache)
+        return logits[:1]
+    except _Enough as enough_of_it:
+        hidden: Tensor = enough_of_it.args[0]
+        return hidden
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def _blame(model: Any, first: _Run, run: _Run) -> _Found:
@@ -171,7 +250,7 @@ def _digests(model: Any, run: _Run) -> Digests:
     with _watching(model.model) as (calls, begin):
         for step, cache in _steps(model, run):
             begin(len(step.token_ids), int(step.query_start[1]))
-            model.forward(step, cache)
+            _forward(model, run, step, cache)
             for key, (before, after) in calls.items():
                 parts = found.setdefault(key, ([], []))
                 parts[1].append(after)

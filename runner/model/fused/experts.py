@@ -39,7 +39,7 @@ def kind(module: Any) -> tuple[object, ...]:
 
 
 def fused(module: Any, cuts: str = "HOPPER") -> Callable[..., Tensor] | None:
-    """A forward for ``module``; None if its activation is none that is known here."""
+    """A forward for ``module``; None if its activation or its dtype is none that is known here."""
     from runner.model.fused import triton_experts
     from runner.model.fused.triton_experts import Weights, launch
 
@@ -47,9 +47,14 @@ def fused(module: Any, cuts: str = "HOPPER") -> Callable[..., Tensor] | None:
     up, down = (w if transposed else w.transpose(1, 2) for w in (module.gate_up_proj, module.down_proj))
     up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if biased else (None, None)
     act = _activation(module)
-    if act is None or up.dtype not in _TOLERANCE or down.dtype is not up.dtype:
+    if act is None or _dtype(module) not in _TOLERANCE or down.dtype is not up.dtype:
         return None
-    weights, cut = Weights(up, down, up_bias, down_bias, *act), getattr(triton_experts, cuts)
+    scales: tuple[Tensor, ...] = ()
+    if _is_packed(module):
+        if _dtype(module) is not torch.bfloat16 or not act[1]:
+            return None
+        scales = _by_parts(module.gate_up_proj_scales), _by_parts(module.down_proj_scales)
+    weights, cut = Weights(up, down, up_bias, down_bias, *act, *scales), getattr(triton_experts, cuts)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not len(hidden_states):
@@ -67,19 +72,37 @@ def differs(module: Any, forward: Callable[..., Tensor]) -> str:
     """How ``forward`` differs from the module's own on random tokens; "" if it does not beyond rounding."""
     from runner.model.fused.triton_experts import MANY_ROWS
 
-    up = module.gate_up_proj
-    experts, width = up.shape[0], up.shape[1 if module.is_transposed else 2]
+    up, dtype = module.gate_up_proj, _dtype(module)
+    experts, width = up.shape[0], up.shape[1 if module.is_transposed else 2] * (1 + _is_packed(module))
     generator = torch.Generator().manual_seed(0)
     top_k = min(experts, 4)
     for tokens in (*_TOKENS, MANY_ROWS * experts // top_k + 1):
-        x = torch.randn(tokens, width, generator=generator).to(up)
+        x = torch.randn(tokens, width, generator=generator).to(up.device, dtype)
         scores, ids = torch.randn(tokens, experts, generator=generator).to(up.device).topk(top_k)
-        shares = scores.softmax(1).to(up.dtype)
+        shares = scores.softmax(1).to(dtype)
         own, ours = type(module).forward(module, x, ids, shares).float(), forward(x, ids, shares).float()
         found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
-        if not found <= _TOLERANCE[up.dtype]:
+        if not found <= _TOLERANCE[dtype]:
             return f"differs by {found:.2g} on {tokens} tokens"
     return ""
+
+
+def _is_packed(module: Any) -> bool:
+    """Whether its weights are in MXFP4 (mxfp4.py)."""
+    return module.gate_up_proj.dtype is torch.uint8
+
+
+def _dtype(module: Any) -> torch.dtype:
+    """Of the tokens that it takes."""
+    of: Tensor = module.gate_up_proj_bias if _is_packed(module) else module.gate_up_proj
+    return of.dtype
+
+
+def _by_parts(scales: nn.Parameter) -> Tensor:
+    """Scales [experts, inner / 32, columns], side by side as kernels read them; the module's become a view of it."""
+    turned = scales.transpose(1, 2).contiguous()
+    scales.data = turned.transpose(1, 2)
+    return turned
 
 
 def _clamp(module: Any) -> tuple[float, float]:

@@ -90,12 +90,13 @@ def _tried(sort: Any, module: Any, device: torch.device) -> Maker | None:
     for make in sort.WAYS:
         try:
             forward = make(module)
-            why = "its activation is not known" if forward is None else sort.differs(module, forward)
+            why = "its activation or dtype is not known" if forward is None else sort.differs(module, forward)
             if not why:
                 return make
         except Exception as problem:  # whatever a compiler or modeling code trips over
             forget_last_error(device)
             why = f"{type(problem).__name__}: {problem}"
         whys.append(why)
-    _log.info("%s keeps its own forward: %s", type(module).__name__, "; ".join(whys))
+    level = logging.WARNING if getattr(module, "is_slow", False) else logging.INFO
+    _log.log(level, "%s keeps its own forward: %s", type(module).__name__, "; ".join(whys))
     return None

@@ -32,7 +32,10 @@ _SUMMED = 1024
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows and columns of a program's tile, the inner size of a step, warps, stages."""
+    """How a product is cut: rows and columns of a program's tile, the inner size of a step, warps, stages.
+
+    ``inner`` is of 16 bits; of MXFP4 a step takes twice as much.
+    """
 
     rows: int
     columns: int
@@ -105,10 +108,47 @@ def _activated(gate, up, limit, alpha, ACT: tl.constexpr):
 
 
 @triton.jit
+def _product(
+    xs, rows, weight, scales, expert, column, inner, columns, w_expert, w_inner, w_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, MXFP4: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times an expert's weight, float32 [ROWS, COLUMNS]. ``xs``: x of the first step; ``rows``: which count.
+
+    MXFP4 is masked by 32 numbers, which share a scale: so the compiler sees that 16 bytes can be copied at once.
+    """
+    k = tl.arange(0, INNER)
+    there = column < columns
+    of_expert = weight + expert.to(tl.int64) * w_expert
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if MXFP4:
+        byte, part = tl.arange(0, INNER // 2), tl.arange(0, INNER // 32)
+        ws = of_expert + byte[:, None] * w_inner + column[None, :] * w_column
+        ss = scales + (expert.to(tl.int64) * (inner // 32) + part)[None, :] * columns + column[:, None]
+        for at in range(0, inner, INNER):
+            a = tl.load(xs, mask=(k + at < inner)[None, :] & rows[:, None], other=0.0)
+            w = tl.load(ws, mask=(byte // 16 + at // 32 < inner // 32)[:, None] & there[None, :], other=0)
+            s = tl.load(ss, mask=(part + at // 32 < inner // 32)[None, :] & there[:, None], other=0)
+            acc = tl.dot_scaled(a, None, "bf16", w, s, "e2m1", acc)
+            xs += INNER
+            ws += INNER // 2 * w_inner
+            ss += INNER // 32 * columns
+    else:
+        ws = of_expert + k[:, None] * w_inner + column[None, :] * w_column
+        for at in range(0, inner, INNER):
+            inside = k + at < inner
+            a = tl.load(xs, mask=inside[None, :] & rows[:, None], other=0.0)
+            w = tl.load(ws, mask=inside[:, None] & there[None, :], other=0.0)
+            acc = tl.dot(a, w, acc, input_precision="ieee")
+            xs += INNER
+            ws += INNER * w_inner
+    return acc
+
+
+@triton.jit
 def _up(
-    x, weight, bias, out, order, starts, experts, inner, columns, limit, alpha, x_row, w_expert, w_inner, w_column,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr,
-    ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr,
+    x, weight, scales, bias, out, order, starts, experts, inner, columns, limit, alpha, x_row, w_expert, w_inner,
+    w_column, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    EXPERTS: tl.constexpr, ACT: tl.constexpr, INTERLEAVED: tl.constexpr, BIAS: tl.constexpr, MXFP4: tl.constexpr,
 ):  # fmt: skip
     """Gate and up of a tile, activated: out [pairs, columns] in the experts' order. ``columns``: of one of them."""
     expert, first, end = _tile(starts, tl.program_id(1), experts, ROWS, EXPERTS)
@@ -118,24 +158,19 @@ def _up(
         k = tl.arange(0, INNER)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         xs = x + token[:, None].to(tl.int64) * x_row + k[None, :]
-        of_expert = weight + expert.to(tl.int64) * w_expert
         if INTERLEAVED:
             both = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
-            ws = of_expert + k[:, None] * w_inner + both[None, :] * w_column
-            acc = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
-            for at in range(0, inner, INNER):
-                inside = k + at < inner
-                a = tl.load(xs, mask=inside[None, :] & (row < end)[:, None], other=0.0)
-                w = tl.load(ws, mask=inside[:, None] & (both < 2 * columns)[None, :], other=0.0)
-                acc = tl.dot(a, w, acc, input_precision="ieee")
-                xs += INNER
-                ws += INNER * w_inner
+            acc = _product(
+                xs, row < end, weight, scales, expert, both, inner, 2 * columns, w_expert, w_inner, w_column,
+                ROWS, 2 * COLUMNS, INNER, MXFP4,
+            )  # fmt: skip
             if BIAS:
                 b = tl.load(bias + expert * 2 * columns + both, mask=both < 2 * columns, other=0.0)
                 acc += b.to(tl.float32)[None, :]
             gate, up = tl.split(tl.reshape(acc, (ROWS, COLUMNS, 2)))
         else:
-            ws = of_expert + k[:, None] * w_inner + column[None, :] * w_column
+            tl.static_assert(not MXFP4)
+            ws = weight + expert.to(tl.int64) * w_expert + k[:, None] * w_inner + column[None, :] * w_column
             us = ws + columns * w_column
             gate = tl.zeros((ROWS, COLUMNS), tl.float32)
             up = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -159,25 +194,10 @@ def _up(
 
 @triton.jit
 def _down(
-    x,
-    weight,
-    bias,
-    share,
-    out,
-    order,
-    starts,
-    experts,
-    inner,
-    columns,
-    w_expert,
-    w_inner,
-    w_column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    x, weight, scales, bias, share, out, order, starts, experts, inner, columns, w_expert, w_inner, w_column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, EXPERTS: tl.constexpr, BIAS: tl.constexpr,
+    MXFP4: tl.constexpr,
+):  # fmt: skip
     """Down of a tile, times each pair's share of its token: out [pairs, columns] in the tokens' order."""
     expert, first, end = _tile(starts, tl.program_id(1), experts, ROWS, EXPERTS)
     if expert < experts:
@@ -185,15 +205,10 @@ def _down(
         k = tl.arange(0, INNER)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         xs = x + row[:, None].to(tl.int64) * inner + k[None, :]
-        ws = weight + expert.to(tl.int64) * w_expert + k[:, None] * w_inner + column[None, :] * w_column
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for at in range(0, inner, INNER):
-            inside = k + at < inner
-            a = tl.load(xs, mask=inside[None, :] & (row < end)[:, None], other=0.0)
-            w = tl.load(ws, mask=inside[:, None] & (column < columns)[None, :], other=0.0)
-            acc = tl.dot(a, w, acc, input_precision="ieee")
-            xs += INNER
-            ws += INNER * w_inner
+        acc = _product(
+            xs, row < end, weight, scales, expert, column, inner, columns, w_expert, w_inner, w_column,
+            ROWS, COLUMNS, INNER, MXFP4,
+        )  # fmt: skip
         if BIAS:
             acc += tl.load(bias + expert * columns + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         pair = tl.load(order + row, mask=row < end, other=0)
@@ -217,6 +232,8 @@ class Weights(NamedTuple):
     """An expert layer's: ``up`` [experts, inner, 2 x middle] and ``down`` [experts, middle, outer], any strides.
 
     ``interleaved``: gate and up take turns in the columns of ``up``; else gate comes first. Biases are contiguous.
+    With scales, uint8 [experts, inner / 32, columns] and contiguous, they are MXFP4: uint8 with two numbers along the
+    inner size in a byte; x is bfloat16, and gate and up are interleaved.
     """
 
     up: Tensor
@@ -227,26 +244,30 @@ class Weights(NamedTuple):
     interleaved: bool
     limit: float = 0.0
     alpha: float = 0.0
+    up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
 
 
 def launch(weights: Weights, cuts: Cuts, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """Output [tokens, outer] of x [tokens, inner]; ``ids`` and ``shares`` [tokens, k], contiguous as ``x``."""
     tokens, top_k = ids.shape
-    experts, inner, both = weights.up.shape
-    middle, outer = both // 2, weights.down.shape[2]
+    experts, _, both = weights.up.shape
+    inner, middle, outer = x.shape[1], both // 2, weights.down.shape[2]
     pairs = tokens * top_k
     for_up, for_down = cuts.many if pairs >= MANY_ROWS * experts else cuts.few
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
     activated, parts = x.new_empty(pairs, middle), x.new_empty(pairs, outer)
     out = x.new_empty(tokens, outer)
-    padded: dict[str, Any] = {"EXPERTS": triton.next_power_of_2(experts)}
+    packed = weights.up_scales is not None
+    same: dict[str, Any] = {"EXPERTS": triton.next_power_of_2(experts), "MXFP4": packed}
     with launching_on(x):
         _route[(experts,)](ids, order, starts, pairs, PAIRS=min(_PAIRS, triton.next_power_of_2(pairs)))
-        cut, grid = _cut(for_up, middle, pairs, experts)
+        cut, grid = _cut(for_up, middle, pairs, experts, packed)
         _up[grid](
             x,
             weights.up,
+            weights.up_scales,
             weights.up_bias,
             activated,
             order,
@@ -263,12 +284,13 @@ def launch(weights: Weights, cuts: Cuts, x: Tensor, ids: Tensor, shares: Tensor)
             INTERLEAVED=weights.interleaved,
             BIAS=weights.up_bias is not None,
             **cut,
-            **padded,
+            **same,
         )
-        cut, grid = _cut(for_down, outer, pairs, experts)
+        cut, grid = _cut(for_down, outer, pairs, experts, packed)
         _down[grid](
             activated,
             weights.down,
+            weights.down_scales,
             weights.down_bias,
             shares,
             parts,
@@ -280,19 +302,21 @@ def launch(weights: Weights, cuts: Cuts, x: Tensor, ids: Tensor, shares: Tensor)
             *weights.down.stride(),
             BIAS=weights.down_bias is not None,
             **cut,
-            **padded,
+            **same,
         )
         _sum[(tokens, triton.cdiv(outer, _SUMMED))](parts, out, outer, TOP_K=top_k, COLUMNS=_SUMMED)
     return out
 
 
-def _cut(tiles: Tiles, columns: int, pairs: int, experts: int) -> tuple[dict[str, Any], tuple[int, int]]:
+def _cut(
+    tiles: Tiles, columns: int, pairs: int, experts: int, packed: bool = False
+) -> tuple[dict[str, Any], tuple[int, int]]:
     """A product's options, and its grid: tiles of columns by at most so many tiles of rows."""
     rows = min(pairs, pairs // tiles.rows + experts)
     options = {
         "ROWS": tiles.rows,
         "COLUMNS": tiles.columns,
-        "INNER": tiles.inner,
+        "INNER": tiles.inner * (1 + packed),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }

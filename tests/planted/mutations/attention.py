@@ -77,6 +77,13 @@ MUTATIONS = (
         ("checksum", "key += golden", "key = golden"),
     ),
     mutation(
+        "fa3_without_a_trial",
+        "I24",
+        "prompts are attended by kernels that give other numbers here",
+        "attention/flashinfer_fa3",
+        ("_differs", "found <= _TOLERANCE", "found <= 1e9"),
+    ),
+    mutation(
         "k_scale_not_folded",
         "I24",
         "scores of scaled keys are off by their scale",

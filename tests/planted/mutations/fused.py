@@ -10,7 +10,7 @@ MUTATIONS = (
         "",
         "kernels that give other numbers serve the model",
         "kernels/fused",
-        ("fused.experts.differs", "found <= _TOLERANCE[up.dtype]", "found <= 1e9"),
+        ("fused.experts.differs", "found <= _TOLERANCE[dtype]", "found <= 1e9"),
     ),
     mutation(
         "a_row_alone_is_summed_otherwise",
@@ -32,5 +32,19 @@ MUTATIONS = (
         "tokens beyond an expert's first tile get what lay in memory",
         "kernels/fused",
         ("_cut", "min(pairs, pairs // tiles.rows + experts)", "min(pairs, experts)"),
+    ),
+    mutation(
+        "the_halves_of_a_byte_are_swapped",
+        "",
+        "a checkpoint in MXFP4 is read as other weights",
+        "kernels/mxfp4",
+        ("mxfp4.unpacked", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]"),
+    ),
+    mutation(
+        "each_step_of_a_product_takes_the_first_scales",
+        "",
+        "weights in MXFP4 beyond the first 256 of a column have the scales of others",
+        "kernels/mxfp4",
+        ("_product", "ss += INNER // 32 * columns", "ss += 0"),
     ),
 )
