@@ -16,8 +16,8 @@ Credits of stems and of what is passed fade with each request. Credits of ends f
 had: a text that goes on from another one, or a text that nobody comes back to.
 
 One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
-that begin with the same unit, as with one system prompt. Until it has credits enough, its tenant's tell what pays: those
-of all texts with its cache salt. Until these are enough too, or without a salt, those of all texts do.
+that begin with the same unit, as with one system prompt. Until it has credits enough, its tenant's tell what pays.
+These are of all texts with its cache salt. Without a salt, or until these are enough too, those of all texts tell it.
 
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
@@ -139,12 +139,13 @@ class Boundaries:
                 counts[End.LEFT] += found[0] in self._left
         best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
         longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
-        own = []
+        own: list[list[float]] = []  # of the tenant, and of the app
         if tenant is not None:
             self._tenants[app] = tenant
         for name in (app,) if tenant is None else (tenant, app):
-            own.append(self._apps.pop(name, None) or [0.0] * len(AT_FIRST))
-            self._apps[name] = own[-1]
+            known = self._apps.pop(name, None) or [0.0] * len(AT_FIRST)
+            self._apps[name] = known
+            own += [known]
         while len(self._apps) > MOST_APPS:
             self._tenants.pop(self._apps.popitem(last=False)[0], None)
         comes_back = longest is not None and end is not End.STEM
@@ -157,14 +158,16 @@ class Boundaries:
                 credits[End.LEFT] += best[0] in self._left
             if longest is not None:
                 credits[End.PASSED] += 1 - reached / longest[1]
-        self._newest = app, self._judge(own)
+        self._newest = app, self._judge(app)
 
     def unused(self, app: bytes) -> None:
         """Nobody has come back to a text of this app: none of its ends has paid."""
         self._newest = None
-        for credits in self._credits, *self._own(app):
-            _fade(credits, _OF_ENDS)
-            credits[_UNUSED] += 1
+        for name in {app, self._tenants.get(app, app)} & self._apps.keys():
+            _fade(self._apps[name], _OF_ENDS)
+            self._apps[name][_UNUSED] += 1
+        _fade(self._credits, _OF_ENDS)
+        self._credits[_UNUSED] += 1
 
     def _class_of(self, found: Found) -> End | None:
         """None: no end that is remembered."""
@@ -182,19 +185,16 @@ class Boundaries:
         """Whether ends of this class are worth their memory: in this app, or in all of them together."""
         if self._newest is not None and app == self._newest[0]:
             return self._newest[1][end]
-        return self._judge([] if app is None else self._own(app))[end]
+        return self._judge(app)[end]
 
-    def _own(self, app: bytes) -> list[list[float]]:
-        """The credits of the app's tenant, if it has one, and of the app, as far as they are remembered."""
-        of = self._tenants.get(app), app
-        return [self._apps[name] for name in of if name is not None and name in self._apps]
-
-    def _judge(self, own: list[list[float]]) -> list[bool]:
-        """Judges each class: whether it pays where these are the own credits of a tenant and an app."""
+    def _judge(self, app: bytes | None) -> list[bool]:
+        """Judges each class: whether it pays in this app, by its credits, its tenant's and those of all."""
         credits = self._credits
-        for each in own:
-            weight = PRIOR * PRIOR / (PRIOR + sum(each)) / (sum(credits) or 1.0)
-            credits = [weight * of_all + of_own for of_all, of_own in zip(credits, each, strict=True)]
+        for name in () if app is None else (self._tenants.get(app), app):
+            if name is not None and name in self._apps:
+                own = self._apps[name]
+                weight = PRIOR * PRIOR / (PRIOR + sum(own)) / (sum(credits) or 1.0)
+                credits = [weight * of_all + of_own for of_all, of_own in zip(credits, own, strict=True)]
         prompt = credits[End.PROMPT] + credits[End.SHORT]  # which take the end's windows too
         ends = prompt + credits[End.ANSWER]
         of_all, of_ends = PAYS * (ends + credits[End.STEM] + credits[End.PASSED]), PAYS * (ends + credits[_UNUSED])
