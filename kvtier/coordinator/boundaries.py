@@ -16,7 +16,8 @@ Credits of stems and of what is passed fade with each request. Credits of ends f
 had: a text that goes on from another one, or a text that nobody comes back to.
 
 One client drops the thinking, another one keeps its answers. So each *app* has credits of its own. An app is the texts
-that begin with the same unit, as with one system prompt. Until it has credits enough, other apps' tell what pays.
+that begin with the same unit, as with one system prompt. Until it has credits enough, its tenant's tell what pays.
+These are of all texts with its cache salt. Without a salt, or until these are enough too, those of all texts tell it.
 
 Owns       names of boundaries, and the credits and counters of the classes.
 Promises   pure: no table, no pool, no clock. Bounded memory; a hit costs the same however much is remembered.
@@ -34,12 +35,12 @@ from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.stats import EndStats
 
 MOST_APPS = 4096
-"""Apps that are remembered."""
+"""Apps and tenants that are remembered."""
 AT_FIRST = (0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 """Credits before anything is known: a turn mostly goes on from the answer, callers know where prompts part, and what is
 passed goes first."""
 PRIOR = 2.0
-"""What other apps tell counts like so many requests, and half of it once the app has had so many of its own."""
+"""What others tell counts like so many requests, and half of it once an app or tenant has had so many of its own."""
 
 T = TypeVar("T")
 Found = tuple[bytes, int]
@@ -89,7 +90,8 @@ class Boundaries:
         self._short: OrderedDict[bytes, None] = OrderedDict()  # of which a prompt may have many
         self._left: OrderedDict[bytes, None] = OrderedDict()
         self._credits = [*AT_FIRST]  # of all apps
-        self._apps: OrderedDict[bytes, list[float]] = OrderedDict()
+        self._apps: OrderedDict[bytes, list[float]] = OrderedDict()  # of each app and each tenant
+        self._tenants: dict[bytes, bytes] = {}  # of apps that have one
         self._newest: tuple[bytes, list[bool]] | None = None  # the last request's app, and what pays in it
         self._hits, self._missed = [0] * len(End), [0] * len(End)  # requests, by the end that they found, or would have
 
@@ -125,9 +127,11 @@ class Boundaries:
             _remember(self._left, name, None)
         return self.is_end(name)
 
-    def learn(self, hit: Found | None, missed: Found | None = None, app: bytes = b"") -> None:
-        """A request of this app begins. Its hit ends at ``hit``. If all content were there, it would end at ``missed``,
-        which is longer."""
+    def learn(
+        self, hit: Found | None, missed: Found | None = None, app: bytes = b"", tenant: bytes | None = None
+    ) -> None:
+        """A request of this app, and of this tenant if it has one, begins. Its hit ends at ``hit``. If all content were
+        there, it would end at ``missed``, which is longer."""
         hit_end, missed_end = hit and self._class_of(hit), missed and self._class_of(missed)
         for counts, found, end in (self._hits, hit, hit_end), (self._missed, missed, missed_end):
             if found is not None:
@@ -135,12 +139,17 @@ class Boundaries:
                 counts[End.LEFT] += found[0] in self._left
         best, end = (hit, hit_end) if missed_end is None else (missed, missed_end)
         longest, reached = missed or hit, best[1] if best is not None and end is not None else 0
-        own = self._apps.pop(app, None) or [0.0] * len(AT_FIRST)
-        self._apps[app] = own
-        if len(self._apps) > MOST_APPS:
-            self._apps.popitem(last=False)
+        own: list[list[float]] = []  # of the tenant, and of the app
+        if tenant is not None:
+            self._tenants[app] = tenant
+        for name in (app,) if tenant is None else (tenant, app):
+            known = self._apps.pop(name, None) or [0.0] * len(AT_FIRST)
+            self._apps[name] = known
+            own += [known]
+        while len(self._apps) > MOST_APPS:
+            self._tenants.pop(self._apps.popitem(last=False)[0], None)
         comes_back = longest is not None and end is not End.STEM
-        for credits in self._credits, own:
+        for credits in self._credits, *own:
             _fade(credits, _OF_BEGINNINGS)
             if comes_back:
                 _fade(credits, _OF_ENDS)
@@ -149,15 +158,16 @@ class Boundaries:
                 credits[End.LEFT] += best[0] in self._left
             if longest is not None:
                 credits[End.PASSED] += 1 - reached / longest[1]
-        self._newest = app, self._judge(own)
+        self._newest = app, self._judge(app)
 
     def unused(self, app: bytes) -> None:
         """Nobody has come back to a text of this app: none of its ends has paid."""
         self._newest = None
-        for credits in self._credits, self._apps.get(app):
-            if credits is not None:
-                _fade(credits, _OF_ENDS)
-                credits[_UNUSED] += 1
+        for name in {app, self._tenants.get(app, app)} & self._apps.keys():
+            _fade(self._apps[name], _OF_ENDS)
+            self._apps[name][_UNUSED] += 1
+        _fade(self._credits, _OF_ENDS)
+        self._credits[_UNUSED] += 1
 
     def _class_of(self, found: Found) -> End | None:
         """None: no end that is remembered."""
@@ -175,14 +185,16 @@ class Boundaries:
         """Whether ends of this class are worth their memory: in this app, or in all of them together."""
         if self._newest is not None and app == self._newest[0]:
             return self._newest[1][end]
-        return self._judge(None if app is None else self._apps.get(app))[end]
+        return self._judge(app)[end]
 
-    def _judge(self, own: list[float] | None) -> list[bool]:
-        """Judges each class: whether it pays where these are an app's own credits."""
+    def _judge(self, app: bytes | None) -> list[bool]:
+        """Judges each class: whether it pays in this app, by its credits, its tenant's and those of all."""
         credits = self._credits
-        if own is not None:
-            weight = PRIOR * PRIOR / (PRIOR + sum(own)) / (sum(credits) or 1.0)
-            credits = [weight * of_all + of_own for of_all, of_own in zip(credits, own, strict=True)]
+        for name in () if app is None else (self._tenants.get(app), app):
+            if name is not None and name in self._apps:
+                own = self._apps[name]
+                weight = PRIOR * PRIOR / (PRIOR + sum(own)) / (sum(credits) or 1.0)
+                credits = [weight * of_all + of_own for of_all, of_own in zip(credits, own, strict=True)]
         prompt = credits[End.PROMPT] + credits[End.SHORT]  # which take the end's windows too
         ends = prompt + credits[End.ANSWER]
         of_all, of_ends = PAYS * (ends + credits[End.STEM] + credits[End.PASSED]), PAYS * (ends + credits[_UNUSED])

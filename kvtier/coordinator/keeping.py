@@ -90,6 +90,8 @@ class Text(NamedTuple):
     may_be_guest: bool = True
     before: Before | None = None
     """What it has in common with an earlier text; None if nobody has looked."""
+    tenant: bytes | None = None
+    """Its cache salt, if it has one."""
 
 
 class Keeping:
@@ -136,7 +138,7 @@ class Keeping:
         if is_new:
             full = text.full if self._has_full else hit
             self._come_back(course, text, full, room)
-            known.learn(found, self._missed(course, text, full, last), app)
+            known.learn(found, self._missed(course, text, full, last), app, text.tenant)
         goes_on = is_new and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.kept, course.has_begun = hit, set(), True
         course.cold_from, course.cold_to = hit, self._name_passing(course, last)

@@ -51,8 +51,9 @@ class Retention:
         """The request begins in its row with this hit. ``is_all``: there is no tier behind the host, so the request may
         be a guest."""
         held = self._pools.column(Col.HELD)
-        told = seq.request.boundaries
-        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, may_be_guest=is_all)
+        told, salt = seq.request.boundaries, seq.request.cache_salt
+        tenant = None if salt is None else salt.encode()
+        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, is_all, tenant)
         self.keeping.begin(seq.course, text, lambda each: self._room(each, held))
         self._mark(seq)
 

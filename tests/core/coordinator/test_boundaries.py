@@ -68,6 +68,33 @@ def test_each_app_learns_what_pays_in_it_and_a_new_one_follows_all(monkeypatch) 
     assert not known.pays(End.PROMPT, b"keeps them")
 
 
+def test_a_new_app_follows_its_tenant(monkeypatch) -> None:
+    """A conversation without a system prompt is an app of its own, and knows nothing of itself at first."""
+    monkeypatch.setattr(boundaries, "MOST_APPS", 30)
+    known, tenants = Boundaries(), (b"drops its answers", b"keeps them")
+    for n in range(100):
+        known.end(name(n), (End.PROMPT, End.ANSWER)[n % 2])
+        known.learn((name(n), 64), None, name(1000 + n), tenants[n % 2])
+    for n, end in enumerate((End.PROMPT, End.ANSWER)):
+        known.learn(None, None, name(2000 + n), tenants[n])
+        assert known.pays(end, name(2000 + n)) and not known.pays(1 - end, name(2000 + n))
+    assert known.pays(End.PROMPT, b"new") and known.pays(End.ANSWER, b"new"), "without a tenant all count"
+    assert len(known._apps) == 30 and len(known._tenants) == 28, "bounded"
+    for _ in range(200):
+        known.unused(name(2001))
+    known.learn(None, None, name(2002), tenants[1])
+    assert not known.pays(End.ANSWER, name(2002)), "nobody comes back to this tenant's texts"
+    known.learn(None, None, name(2003), tenants[0])
+    assert known.pays(End.PROMPT, name(2003))
+
+
+def test_the_salt_of_a_request_is_its_tenant(make_serving) -> None:
+    serving = make_serving(SPEC, 300)
+    for n, salt in enumerate(["one", "two", None]):
+        serving.serve(f"{n}", prompt(n, 33), cache_salt=salt)
+    assert {*inside.keeping(serving.cache).boundaries._tenants.values()} == {b"one", b"two"}
+
+
 @pytest.mark.parametrize("paid", [End.PROMPT, End.ANSWER])
 def test_what_is_never_found_stops_paying_and_pays_again_once_it_is_found(paid: End) -> None:
     known, other = Boundaries(), End(1 - paid)

@@ -282,7 +282,14 @@ MUTATIONS = (
         "I21",
         "a client that drops its answers loses its prompts' ends, because other clients keep theirs",
         "core/coordinator/boundaries",
-        ("Boundaries.pays", "self._apps.get(app)", "None"),
+        ("Boundaries.pays", "self._judge(app)", "self._judge(None)"),
+    ),
+    mutation(
+        "one_tenant_tells_what_pays_in_another",
+        "I21",
+        "conversations without a system prompt lose their prompts' ends, because another client keeps its answers",
+        "core/coordinator/boundaries",
+        ("Boundaries._judge", "self._tenants.get(app)", "None"),
     ),
     mutation(
         "what_others_have_wanted_meanwhile_goes",
