@@ -53,7 +53,7 @@ class Retention:
         held = self._pools.column(Col.HELD)
         told, salt = seq.request.boundaries, seq.request.cache_salt
         tenant = None if salt is None else salt.encode()
-        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, is_all, tenant)
+        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, is_all, tenant=tenant)
         self.keeping.begin(seq.course, text, lambda each: self._room(each, held))
         self._mark(seq)
 
