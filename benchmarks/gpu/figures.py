@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.kernels import Kernel
+    from benchmarks.gpu.kernels import Kernel, StateKernel
 
 
 @dataclass(frozen=True)
@@ -60,4 +60,4 @@ class Section:
     name: str
     run: Callable[[Budget], Iterator[Figure]]
     needs_s: float = 20.0
-    kernels: Callable[[], set[Kernel]] = set
+    kernels: Callable[[], set[Kernel | StateKernel]] = set

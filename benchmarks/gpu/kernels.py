@@ -55,6 +55,15 @@ class Kernel:
     """Of K and V, where it is another."""
 
 
+@dataclass(frozen=True)
+class StateKernel:
+    """What Mamba2's decode is compiled for; states and decays are float32."""
+
+    dtype: torch.dtype
+    head_dim: int
+    state_size: int
+
+
 def of_models(names: Iterable[str]) -> set[Kernel]:
     """Those that these models run (``benchmarks/models.py``)."""
     found = set()
@@ -92,8 +101,13 @@ def of_tests() -> set[Kernel]:
     }
 
 
-def spec_of(kernel: Kernel) -> Any:
-    """What FlashInfer compiles for it: the module that the backend's wrappers load."""
+def spec_of(kernel: Kernel | StateKernel) -> Any:
+    """What FlashInfer compiles for it: the module that the backend's wrappers load, or ``selective_state_update``."""
+    if isinstance(kernel, StateKernel):
+        f32, index, dtype = torch.float32, torch.int32, kernel.dtype
+        generate = importlib.import_module("flashinfer.jit.mamba").gen_selective_state_update_sm90_module
+        sizes = kernel.head_dim, kernel.state_size, 1
+        return generate(f32, dtype, dtype, f32, index, None, *sizes, index, torch.int64, 0)
     prefill = importlib.import_module("flashinfer.prefill")
     kv_dtype = kernel.kv_dtype or kernel.dtype
     if kernel.sinks:
@@ -107,7 +121,7 @@ def spec_of(kernel: Kernel) -> Any:
     return generate("fa2", *dtypes, *dims, position, kernel.window, kernel.softcap, False)
 
 
-def cannot_link(kernels: Iterable[Kernel]) -> str:
+def cannot_link(kernels: Iterable[Kernel | StateKernel]) -> str:
     """Why those of them that are not there yet could not be linked, and the fix; "" if they can be.
 
     Links an empty library as FlashInfer links its own, in a fraction of a second: compiling takes minutes before that.
@@ -138,7 +152,7 @@ def cannot_link(kernels: Iterable[Kernel]) -> str:
     return ""
 
 
-def run(kernels: Iterable[Kernel]) -> Iterator[Figure]:
+def run(kernels: Iterable[Kernel | StateKernel]) -> Iterator[Figure]:
     """Builds what is missing of them, on all cores (or as many as ``MAX_JOBS`` says)."""
     wanted = set(kernels)
     if not wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,11 @@ import torch
 from attention.states_standin import Kernels, states_on
 from breadth import sample
 from families import zoo
+from patience import FOREVER_S
 
+from benchmarks.gpu import states
+from benchmarks.gpu.clock import HostClock
+from benchmarks.gpu.figures import Budget
 from kvtier import KVCache, Part, Request, Scheduler
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.geometry.kinds import RecurrentState
@@ -64,11 +69,10 @@ def requests(lengths: tuple[int, ...] = (1, 60, 40, 130)) -> list[Request]:
 class Side:
     """A model, its cache, and a scheduler with the same requests as another one's."""
 
-    def __init__(self, model: HybridModel, make_cache: Any) -> None:
+    def __init__(self, model: HybridModel, make_cache: Any, **options: Any) -> None:
         self.model = model
-        self.cache: KVCache = make_cache(
-            model.spec(block_tokens=16), {"full": 80, "state": 24} if has_kv(model) else 24
-        )
+        blocks = {"full": 80, "state": 24} if "full" in model.spec(16).names else 24
+        self.cache: KVCache = make_cache(model.spec(block_tokens=16), blocks, **options)
         self.scheduler = Scheduler(self.cache, max_batched_tokens=80, max_running=ROWS)
         for request in requests():
             self.scheduler.add(request)
@@ -80,8 +84,19 @@ def parts_of(model: HybridModel) -> tuple[Part, ...]:
     return state.parts
 
 
-def has_kv(model: HybridModel) -> bool:
-    return "full" in model.spec(16).names
+def compare(ours: Side, own: Side, graphs: DecodeGraphs) -> None:
+    """Runs both to their ends, ours captured where it can be; each step's logits are nearly the same."""
+    while own.scheduler.has_work():
+        steps = [side.scheduler.schedule() for side in (own, ours)]
+        want = own.model.forward(steps[0], own.cache)
+        got = graphs.forward(steps[1])
+        if got is None:
+            got = ours.model.forward(steps[1], ours.cache)
+        assert want.shape == got.shape
+        assert bool(((got - want).square().mean(-1) <= 0.05**2 * want.square().mean(-1)).all())
+        for side, step in zip((own, ours), steps, strict=True):
+            side.scheduler.commit(step, want.argmax(-1).cpu().numpy())
+    assert graphs.replayed >= 5 and graphs.eager > 2 and graphs.stats()["reasons"] == []
 
 
 @pytest.mark.parametrize("name", sample(list(SHAPES), ["qwen3_next", "mamba2"]))
@@ -96,17 +111,7 @@ def test_kernels_and_captured_steps_give_the_familys_logits(
     graphs = DecodeGraphs(ours.model, ours.cache, ROWS, capture=CpuGraphs(flashinfer))
     graphs.capture()
     assert graphs.stats()["captured"] == [1, 2, 4, 5]
-    while own.scheduler.has_work():
-        steps = [side.scheduler.schedule() for side in (own, ours)]
-        want = own.model.forward(steps[0], own.cache)
-        got = graphs.forward(steps[1])
-        if got is None:
-            got = ours.model.forward(steps[1], ours.cache)
-        assert want.shape == got.shape
-        assert bool(((got - want).square().mean(-1) <= 0.05**2 * want.square().mean(-1)).all())
-        for side, step in zip((own, ours), steps, strict=True):
-            side.scheduler.commit(step, want.argmax(-1).numpy())
-    assert graphs.replayed >= 5 and graphs.eager > 2 and graphs.stats()["reasons"] == []
+    compare(ours, own, graphs)
     assert all(torch.equal(a, b[0]) for a, b in zip(null, ours.cache.state("state", 0), strict=True))
 
 
@@ -192,3 +197,45 @@ def test_a_state_that_is_not_finite_is_named_after_a_captured_step(
             side.scheduler.commit(step, np.full(len(step.sample_rows), 5))
     assert named and graphs.replayed > 0
     side.scheduler.cancel(step)
+
+
+# --- the section of the benchmark, and on a GPU -----------------------------------------------------------------------
+
+
+def test_the_section_of_the_benchmark(kernels: Kernels, flashinfer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of small shapes, each by both codes; where there are no kernels the section says why."""
+    linear = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    shapes = {
+        "delta": lambda: zoo.config("qwen3_5", **linear, **DELTA),
+        "scan": lambda: zoo.config("mamba2", num_hidden_layers=1),
+        "conv": lambda: zoo.config("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+    }
+    monkeypatch.setattr(states, "RECURRENT", shapes)
+    on_cpu: Any = SimpleNamespace(
+        link=SimpleNamespace(device="cpu"),
+        clock=HostClock(),
+        dtype=torch.bfloat16,
+        capture=lambda: CpuGraphs(flashinfer),
+        backend=lambda: FlashInfer("cpu", workspace_bytes=1 << 10),
+    )
+    found = {f.name: f for f in states.run(Budget(FOREVER_S), on_cpu, rows=(1, 3), prompt=70)}
+    assert [f.ok for f in found.values() if f.at_least] == [True, True, False]
+    assert "no such recurrence" in found["conv: FlashInfer's kernels"].note
+    timed = [name for name, f in found.items() if f.unit == "us" and f.value > 0]
+    assert len(timed) == 3 * 2 + 3 * 2 + 3
+    assert found["delta: a layer's decode of 3 by FlashInfer"].note.startswith("2 MB of states in and out: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_kernels_and_captured_steps_on_a_gpu(name: str, make_cache: Any, tmp_path: Path) -> None:
+    """What no stand-in can tell. Without the packages that FlashInfer compiles the delta rule with it says so."""
+    folder = zoo.build(name, tmp_path, **SHAPES[name])
+    models = [HybridModel.load(folder, "cuda:0", "bfloat16", attention=of) for of in ("flashinfer", "reference")]
+    assert models[0].pooled == ""
+    ours, own = (Side(model, make_cache, device="cuda:0") for model in models)
+    graphs = DecodeGraphs(ours.model, ours.cache, ROWS)
+    graphs.capture()
+    assert graphs.stats()["captured"] == [1, 2, 4, 5], graphs.stats()["reasons"]
+    compare(ours, own, graphs)
