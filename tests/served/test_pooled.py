@@ -230,7 +230,9 @@ def test_the_section_of_the_benchmark(kernels: Kernels, flashinfer: Any, monkeyp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: `make gpu` on a machine with one")
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
 def test_kernels_and_captured_steps_on_a_gpu(name: str, make_cache: Any, tmp_path: Path) -> None:
-    """What no stand-in can tell. Without the packages that FlashInfer compiles the delta rule with it says so."""
+    """What no stand-in can tell."""
+    if name == "qwen3_5":
+        pytest.importorskip("cutlass", reason="FlashInfer compiles the delta rule with nvidia-cutlass-dsl")
     folder = zoo.build(name, tmp_path, **SHAPES[name])
     models = [HybridModel.load(folder, "cuda:0", "bfloat16", attention=of) for of in ("flashinfer", "reference")]
     assert models[0].pooled == ""
