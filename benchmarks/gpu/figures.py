@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,4 +60,4 @@ class Section:
     name: str
     run: Callable[[Budget], Iterator[Figure]]
     needs_s: float = 20.0
-    kernels: Callable[[], set[Kernel | StateKernel]] = set
+    kernels: Callable[[], Set[Kernel | StateKernel]] = set

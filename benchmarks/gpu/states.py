@@ -7,6 +7,7 @@ must move is each state once in and once out. A prompt runs eagerly, from nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,12 +64,12 @@ def _layer(stage: Stage, name: str, config: Any, rows: tuple[int, ...], prompt: 
         for count in rows:
             call, hidden = _call(mixer, pooled, state.parts, stage, count), _random(model, count, 1)
             at = torch.arange(1, count + 1, dtype=torch.int32, device=model.device)
-            seconds = _replayed(stage, lambda call=call, hidden=hidden, at=at: call.decode(hidden, at, at))
+            seconds = _replayed(stage, partial(call.decode, hidden, at, at))
             moved = 2 * count * state.layer_bytes
             note = f"{moved / 1e6:,.0f} MB of states in and out: {moved / seconds / 1e9:,.0f} GB/s"
             yield Figure(SECTION, f"{name}: a layer's decode of {count} by {way}", 1e6 * seconds, "us", note=note)
         call, hidden = _call(mixer, pooled, state.parts, stage, 1), _random(model, 1, prompt)
-        seconds = _timed(stage, lambda call=call, hidden=hidden: call(hidden, None), 2)
+        seconds = _timed(stage, partial(call, hidden, None), 2)
         yield Figure(SECTION, f"{name}: a layer's {prompt:,} tokens by {way}", 1e6 * seconds, "us")
 
 

@@ -33,10 +33,11 @@ DELTA = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 12
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | {"num_experts": 2, "num_experts_per_tok": 2},
     "qwen3_5": DELTA,
-    "granitemoehybrid": {"head_dim": 64},
+    "granitemoehybrid": {"head_dim": 64, "num_local_experts": 2},
     "mamba2": {},
-    "nemotron_h": {"head_dim": 64},
+    "nemotron_h": {"head_dim": 64, "n_routed_experts": 2},
 }
+"""All experts take part: rounding sends no token to another one."""
 ROWS = 5
 LAUNCHES = {"qwen3_next": {"delta decode", "delta prompt"}, "qwen3_5": {"delta decode", "delta prompt"}}
 
