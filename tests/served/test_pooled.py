@@ -105,7 +105,7 @@ def test_kernels_and_captured_steps_give_the_familys_logits(
     name: str, load: Callable[..., HybridModel], kernels: Kernels, make_cache: Any, flashinfer: Any
 ) -> None:
     """Prompts cut in pieces, decodes that pass a boundary, and null rows: step by step beside transformers' code."""
-    ours, own = (Side(load(name, attention), make_cache) for attention in ("flashinfer", "reference"))
+    ours, own = (Side(load(name, attention, "float16"), make_cache) for attention in ("flashinfer", "reference"))
     assert ours.model.pooled == "" and own.model.pooled == "the attention is reference"
     assert set(kernels.launches) == LAUNCHES.get(name, {"mamba2 decode"})
     null = [part[0].clone() for part in ours.cache.state("state", 0)]
