@@ -207,3 +207,54 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Llama-3.1-8B": llama_3_1_8b,
 }
 """Model name -> its config."""
+
+
+def qwen3_next_delta() -> Any:
+    """Two layers of Qwen3-Next-80B-A3B: the gated delta rule, 16 heads of keys and 32 of values; few experts."""
+    return AutoConfig.for_model(
+        "qwen3_next",
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=1024,
+        dtype="bfloat16",
+    )
+
+
+def granite_4_small_mamba() -> Any:
+    """Two layers of Granite-4.0-H-Small: Mamba2, 128 heads of 64, states of 128; few experts."""
+    return AutoConfig.for_model(
+        "granitemoehybrid",
+        num_hidden_layers=2,
+        layer_types=["mamba", "attention"],
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        mamba_n_heads=128,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        mamba_chunk_size=256,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=1024,
+        dtype="bfloat16",
+    )
+
+
+RECURRENT: dict[str, Callable[[], Any]] = {
+    "Qwen3-Next": qwen3_next_delta,
+    "Granite-4.0-H-Small": granite_4_small_mamba,
+}
+"""Models with recurrent layers -> the config of one of these layers, and one that attends."""

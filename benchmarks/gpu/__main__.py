@@ -1,9 +1,9 @@
 """``python -m benchmarks.gpu``: everything that only a GPU can tell, in one run of less than 8 minutes.
 
 Device tests; the link and the copy engine; reloads; time to first token of real model shapes; decode steps, what copies
-cost them, page layouts; the main job. The kernels of FlashInfer that these sections run are built before that time
-begins, or ahead (--kernels). Prints a table last. The JSON is written anew after every figure: what ends a run early
-costs none that was measured before.
+cost them, page layouts; recurrent layers; the main job. The kernels of FlashInfer that these sections run are built
+before that time begins, or ahead (--kernels). Prints a table last. The JSON is written anew after every figure: what
+ends a run early costs none that was measured before.
 Exit status: 0 if every mark is reached, 1 if not or if kernels cannot be linked, 2 if there is no GPU here.
 """
 
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.figures import Budget, Figure, Section
-from benchmarks.gpu.kernels import Kernel
+from benchmarks.gpu.kernels import Kernel, StateKernel
 from benchmarks.gpu.sections import SECTIONS
 from benchmarks.machine import describe
 from benchmarks.output import stdout
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.kernels and (problem := why_not()):
         print(f"no GPU here: {problem}", file=sys.stderr)
         return NO_GPU
-    wanted = set[Kernel]().union(*(section.kernels() for section in chosen))
+    wanted = set[Kernel | StateKernel]().union(*(section.kernels() for section in chosen))
     if problem := kernels.cannot_link(wanted):
         print(f"kernels cannot be built: {problem}", file=sys.stderr)
         return 1

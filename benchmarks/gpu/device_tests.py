@@ -25,6 +25,7 @@ warn. That torch does the work of a kernel is no success, though."""
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
     "tests/served/test_graphs.py",
+    "tests/served/test_pooled.py",
     "tests/attention/test_flashinfer_gpu.py",
     "tests/families/test_half_precision.py",
     "tests/attention/test_reference.py",

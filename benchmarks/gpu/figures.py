@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.kernels import Kernel
+    from benchmarks.gpu.kernels import Kernel, StateKernel
 
 
 @dataclass(frozen=True)
@@ -60,4 +60,4 @@ class Section:
     name: str
     run: Callable[[Budget], Iterator[Figure]]
     needs_s: float = 20.0
-    kernels: Callable[[], set[Kernel]] = set
+    kernels: Callable[[], Set[Kernel | StateKernel]] = set

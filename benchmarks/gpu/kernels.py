@@ -58,6 +58,15 @@ class Kernel:
     """FlashInfer's name of its kernels for latents (MLA): "fa2" or "fa3"."""
 
 
+@dataclass(frozen=True)
+class StateKernel:
+    """What Mamba2's decode is compiled for; states and decays are float32."""
+
+    dtype: torch.dtype
+    head_dim: int
+    state_size: int
+
+
 def of_models(names: Iterable[str]) -> set[Kernel]:
     """Those that these models run (``benchmarks/models.py``)."""
     found = set()
@@ -106,8 +115,13 @@ def of_latents() -> set[Kernel]:
     return {Kernel(bfloat, *LATENT_DIMS, window=False, kv_dtype=kv, latents=name) for name, kv in ways}
 
 
-def spec_of(kernel: Kernel) -> Any:
-    """What FlashInfer compiles for it: the module that the backend's wrappers load."""
+def spec_of(kernel: Kernel | StateKernel) -> Any:
+    """What FlashInfer compiles for it: the module that the backend's wrappers load, or ``selective_state_update``."""
+    if isinstance(kernel, StateKernel):
+        f32, index, dtype = torch.float32, torch.int32, kernel.dtype
+        generate = importlib.import_module("flashinfer.jit.mamba").gen_selective_state_update_sm90_module
+        sizes = kernel.head_dim, kernel.state_size, 1
+        return generate(f32, dtype, dtype, f32, index, None, *sizes, index, torch.int64, 0)
     if kernel.latents:
         generate = importlib.import_module("flashinfer.jit").gen_batch_mla_module
         dtypes = kernel.dtype, kernel.kv_dtype or kernel.dtype, kernel.dtype, torch.int32
@@ -125,7 +139,7 @@ def spec_of(kernel: Kernel) -> Any:
     return generate("fa2", *dtypes, *dims, position, kernel.window, kernel.softcap, False)
 
 
-def cannot_link(kernels: Iterable[Kernel]) -> str:
+def cannot_link(kernels: Iterable[Kernel | StateKernel]) -> str:
     """Why those of them that are not there yet could not be linked, and the fix; "" if they can be.
 
     Links an empty library as FlashInfer links its own, in a fraction of a second: compiling takes minutes before that.
@@ -156,7 +170,7 @@ def cannot_link(kernels: Iterable[Kernel]) -> str:
     return ""
 
 
-def run(kernels: Iterable[Kernel]) -> Iterator[Figure]:
+def run(kernels: Iterable[Kernel | StateKernel]) -> Iterator[Figure]:
     """Builds what is missing of them, on all cores (or as many as ``MAX_JOBS`` says)."""
     wanted = set(kernels)
     if not wanted:

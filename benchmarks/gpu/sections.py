@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.gpu import decode, device_tests, kernels, latents, link, main_job, reload, ttft
+from benchmarks.gpu import decode, device_tests, kernels, latents, link, main_job, reload, states, ttft
 from benchmarks.gpu.figures import Section
 
 SECTIONS = [
@@ -14,5 +14,6 @@ SECTIONS = [
     Section("time to first token", ttft.run, 80.0, partial(kernels.of_models, ttft.MODELS)),
     Section("decode and interference", decode.run, 70.0, partial(kernels.of_models, (decode.MODEL,))),
     Section("latents", latents.run, 20.0, kernels.of_latents),
+    Section("states", states.run, 40.0, states.kernels),
     Section("main job", main_job.run, 30.0, kernels.of_main_job),
 ]

@@ -23,7 +23,7 @@ from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.compressed import OneRequest
 from runner.model.latents import Absorbed
-from runner.model.states import StatesOfStep
+from runner.model.states import StatesOfDecode, StatesOfStep
 
 NAME = "kvtier"
 """The attention implementation to ask transformers for."""
@@ -64,7 +64,7 @@ class StepContext:
     owned: tuple[bool, ...]
     scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
     proven: frozenset[int] = frozenset()
-    states: Mapping[str, StatesOfStep] = field(default_factory=dict)
+    states: Mapping[str, StatesOfStep | StatesOfDecode] = field(default_factory=dict)
     served: list[int] = field(default_factory=list)
     mixed: list[int] = field(default_factory=list)
     starts: Sequence[int] = ()

@@ -27,8 +27,10 @@ from torch import Tensor
 
 from kvtier import CacheSpec, GroupSpec, KVCache, Step
 from kvtier.attention.kernels import words
+from kvtier.geometry.kinds import Kind
 from runner.model.hybrid import HybridModel
 from runner.model.selfcheck import scratch_cache
+from runner.model.states import StatesOfDecode, unsound
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +48,6 @@ def why_eager(model: HybridModel) -> str | None:
     """Why an engine does not capture this model's decode steps; None if it does."""
     if model.device.type != "cuda":
         return f"CUDA graphs are for CUDA devices, and the model is on {model.device}"
-    if model.mixers.layers:
-        return "steps of recurrent layers cannot be captured"
     if model.compressed.layers:
         return "steps of layers with compressed entries cannot be captured"
     if not hasattr(model.backend, "GraphBatch"):
@@ -108,12 +108,17 @@ def memory(model: HybridModel, spec: CacheSpec, max_running: int, rehearse: Rehe
     largest = bucket_sizes(max_running)[-1]
     try:
         cache, logits = scratch_cache(spec, model.device), _logits(model, largest)
-        pages = {g.name: torch.zeros(largest, dtype=torch.int32, device=model.device) for g in spec.groups}
+        pages = {g.name: torch.zeros(largest, dtype=torch.int32, device=model.device) for g in _paged(spec)}
         bucket = Bucket(model, cache, largest, pages, logits)
         taken = (rehearse or CudaCapture(model.device).rehearse)(bucket.forward)
     except Exception:  # fails again when it is captured, and is told then
         taken = 0
     return largest * model.vocab_size * 4 + 2 * taken
+
+
+def _paged(spec: CacheSpec) -> list[GroupSpec]:
+    """The groups of K and V."""
+    return [group for group in spec.groups if group.attention.kind is not Kind.STATE]
 
 
 def _logits(model: HybridModel, rows: int) -> Tensor:
@@ -144,7 +149,12 @@ class Bucket:
         self._scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = {}
         """The scales of the last forward: a graph of it knows their addresses only."""
         self._batches = {
-            group.name: model.backend.GraphBatch(group, rows, kv_indices[group.name]) for group in cache.spec.groups
+            group.name: model.backend.GraphBatch(group, rows, kv_indices[group.name]) for group in _paged(cache.spec)
+        }
+        self._states = {
+            group.name: StatesOfDecode(rows, len(cache.state(group.name, 0)[0]) - 1, model.device)
+            for group in cache.spec.groups
+            if group.name not in self._batches
         }
 
     def has_room(self, step: Step) -> bool:
@@ -159,6 +169,8 @@ class Bucket:
         words.send(staged, self._inputs)
         for name, batch in self._batches.items():
             self._model.backend.refill(batch, step.group(name))
+        for name, states in self._states.items():
+            states.fill(step.group(name))
         self.let_go()
 
     def let_go(self) -> None:
@@ -168,7 +180,7 @@ class Bucket:
 
     def forward(self) -> Tensor:
         """Logits [rows, vocab] of the buffers' content; launches the same work for any content."""
-        context = self._model.context(self._cache, self._batches, self._positions)
+        context = self._model.context(self._cache, self._batches, self._positions, self._states)
         self._scales = context.scales
         return self._model.run(self._token_ids, context, self._every, out=self._logits)
 
@@ -183,6 +195,7 @@ class DecodeGraphs:
         self._capture = capture if capture is not None else CudaCapture(model.device)
         self._buckets: dict[int, tuple[Bucket, Captured]] = {}
         self._said: set[str] = set()
+        self._of_states = [group for group in cache.spec.groups if group.attention.kind is Kind.STATE]
         self.replayed = 0
         self.eager = 0
 
@@ -201,7 +214,7 @@ class DecodeGraphs:
             return
         largest, device = self.sizes[-1], self._model.device
         try:
-            blocks = {group: self._cache.kv(group.name, 0)[0].shape[0] for group in self._cache.spec.groups}
+            blocks = {group: self._cache.kv(group.name, 0)[0].shape[0] for group in _paged(self._cache.spec)}
             rooms = {g.name: most_pages(g, n, largest, self._model.max_tokens) for g, n in blocks.items()}
             pages = {name: torch.zeros(room, dtype=torch.int32, device=device) for name, room in rooms.items()}
             logits = _logits(self._model, largest)
@@ -223,7 +236,7 @@ class DecodeGraphs:
     @torch.no_grad()
     def forward(self, step: Step) -> Tensor | None:
         """Logits float32 [len(step.sample_rows), vocab], valid until the next call; None: run this step eagerly."""
-        if not self._buckets or not is_decode(step):
+        if not self._buckets or not is_decode(step) or self._begins(step):
             self._run_eagerly()
             return None
         size = bucket_for(len(step.rows), sorted(self._buckets))
@@ -237,10 +250,15 @@ class DecodeGraphs:
         bucket.fill(step)
         replay()
         self.replayed += 1
+        self._model.unsound = sorted({k for group in self._of_states for k in unsound(step, self._cache, group)})
         rows = np.asarray(step.sample_rows)
         if len(rows) == len(step.rows):
             return logits[: len(rows)]
         return logits[torch.as_tensor(rows.astype(np.int64)).to(logits.device, non_blocking=True)]
+
+    def _begins(self, step: Step) -> bool:
+        """Whether an entry goes on from no state: a graph reads one for each of its rows."""
+        return any(not step.group(group.name).states().source.all() for group in self._of_states)
 
     def stats(self) -> dict[str, Any]:
         """Captured sizes, replayed steps, eager steps, and the reasons of avoidable eager steps."""

@@ -26,7 +26,7 @@ from kvtier.attention.flashinfer import DEFAULT_WORKSPACE_BYTES, Held, workspace
 from kvtier.attention.kernels import words
 from kvtier.audit.run import AuditLevel, level_from_environment
 from kvtier.geometry.dtypes import DTYPE_BYTES, dtype_name
-from kvtier.geometry.kinds import Kind
+from kvtier.geometry.kinds import Kind, RecurrentState
 from kvtier.geometry.spec import CacheSpec
 from kvtier.integrations.refusals import refuse_to_attend
 from kvtier.integrations.transformers import latent_groups, query_heads, text_config
@@ -38,7 +38,8 @@ from runner.model.compressed import Compressed, PlacesOfStep
 from runner.model.device import model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import give_back, take_latents
-from runner.model.states import Mixers, StatesOfStep, with_inputs
+from runner.model.pooled.table import take
+from runner.model.states import Mixers, StatesOfDecode, StatesOfStep, turned, with_inputs
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""
@@ -135,6 +136,8 @@ class HybridModel:
         """Whether no bit of an answer depends on hits, chunks or neighbours."""
         if backend is None or exact:
             self._make_backend(batch_invariant)
+        self.pooled = self._take_kernels()
+        """Why its recurrent layers run by the family's code; "" if they run by FlashInfer's kernels (pooled/)."""
 
     @classmethod
     def load(
@@ -210,6 +213,8 @@ class HybridModel:
             kv_scales = self.kv_scales
         spec = CacheSpec.from_config(self.config, dtype=dtype, block_tokens=block_tokens, kv_scales=kv_scales)
         refuse_to_attend(text_config(self.config), spec)
+        if self.mixers.is_turned:
+            spec = turned(spec)
         if self.exact and self.mixers.layers:
             spec = with_inputs(spec, self.config.get_text_config(decoder=True).hidden_size, dtype_name(self.dtype, ""))
         return spec
@@ -226,7 +231,7 @@ class HybridModel:
         batches, states, own = {}, {}, self.compressed.groups(cache.spec)
         for group in cache.spec.groups:
             if group.attention.kind is Kind.STATE:
-                states[group.name] = StatesOfStep.from_step(step, group)
+                states[group.name] = StatesOfStep.from_step(step, group, self.device)
             elif group.name in own:
                 batches[group.name] = PlacesOfStep.from_step(step, group, self.device)
             else:
@@ -246,7 +251,7 @@ class HybridModel:
         cache: Any,
         batches: Mapping[str, Any],
         positions: Tensor,
-        states: Mapping[str, StatesOfStep] = MappingProxyType({}),
+        states: Mapping[str, StatesOfStep | StatesOfDecode] = MappingProxyType({}),
     ) -> StepContext:
         """The inputs for one forward: a batch, or what becomes of states, per group name, and positions int64 [T]."""
         return StepContext(
@@ -367,6 +372,13 @@ class HybridModel:
             )
         except AttentionUnavailable as problem:
             self.fall_back(problem)
+
+    def _take_kernels(self) -> str:
+        """Gives recurrent layers FlashInfer's kernels if they run right; returns why not, or ""."""
+        if self.attention.name != "flashinfer":
+            return f"the attention is {self.attention.name}"
+        states = [g.attention for g in self.spec(1).groups if isinstance(g.attention, RecurrentState)]
+        return take(self.mixers, states[0].parts, self.device, self.dtype) if states else "it has no recurrent layers"
 
     def _ids(self, array: Any) -> Tensor:
         """A step's integer array as int64 on the device."""

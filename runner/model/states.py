@@ -1,6 +1,7 @@
 """Recurrent layers over the pools: a mixer sees, as its cache, the states of some entries of a step.
 
-Owns       the wrappers around the mixers of a loaded model, and the cache that a mixer is given.
+Owns       the wrappers around the mixers of a loaded model, and the cache that a mixer is given. A mixer with kernels
+           of its own (pooled/) finds its recurrent states where they lie (``Pooled``).
 Promises   a piece of a prompt goes on from the state after the token before it, and leaves states where the step wants
            them. The mixer is called once for each segment, and once for all entries of one token. What a step goes on
            from is copied first, so a block that others find is never written. Entries whose states are not finite are
@@ -16,14 +17,16 @@ kept once the chunk is whole. Before that, a block has the state before it, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.attention.kernels import words
 from kvtier.geometry.kinds import STATE_TOKENS, Part, RecurrentState
 from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.errors import UnsupportedModel
@@ -36,19 +39,40 @@ _OURS = ("attention_mask", "kvtier", "position_ids")
 """Arguments that mean the packed step, of which a mixer sees a part."""
 INPUTS = "inputs"
 """Name of a state's last part, if it has the mixer's inputs since the last boundary."""
+_RECURRENT, _TURNED = "recurrent", "turned"
+"""Names of recurrent parts: as transformers' code has them, and with the last two sizes swapped."""
 
 
 def with_inputs(spec: CacheSpec, size: int, dtype: str) -> CacheSpec:
     """``spec``, whose states have a chunk's inputs of ``size`` numbers a token, too."""
+    return _with_parts(spec, lambda parts: (*parts, Part(INPUTS, (STATE_TOKENS, size), dtype)))
 
-    def widened(group: GroupSpec) -> GroupSpec:
+
+def turned(spec: CacheSpec) -> CacheSpec:
+    """``spec``, whose recurrent parts lie with their last two sizes swapped, under another name."""
+    return _with_parts(spec, turned_parts)
+
+
+def turned_parts(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The same of one layer's parts."""
+
+    def of(part: Part) -> Part:
+        if not part.name.startswith(_RECURRENT):
+            return part
+        *heads, rows, columns = part.shape
+        return Part(part.name.replace(_RECURRENT, _TURNED), (*heads, columns, rows), part.dtype)
+
+    return tuple(of(part) for part in parts)
+
+
+def _with_parts(spec: CacheSpec, changed: Callable[[tuple[Part, ...]], tuple[Part, ...]]) -> CacheSpec:
+    def of(group: GroupSpec) -> GroupSpec:
         state = group.attention
         if not isinstance(state, RecurrentState):
             return group
-        inputs = Part(INPUTS, (STATE_TOKENS, size), dtype)
-        return replace(group, attention=RecurrentState((*state.parts, inputs)))
+        return replace(group, attention=RecurrentState(changed(state.parts)))
 
-    return CacheSpec([widened(group) for group in spec.groups], layers=spec.layers)
+    return CacheSpec([of(group) for group in spec.groups], layers=spec.layers)
 
 
 @dataclass(frozen=True)
@@ -75,10 +99,14 @@ class StatesOfStep:
     source: list[int]
     before: list[int]
     segments: list[list[Segment]]
+    single: list[int]
+    """The entries of one token that go on from a state: they are computed together."""
+    rows: Tensor
+    """int32 [3, n] on the device: of these the tokens in the step, and their blocks before and after."""
     unsound: set[int] = field(default_factory=set)
 
     @classmethod
-    def from_step(cls, step: Any, group: GroupSpec) -> StatesOfStep:
+    def from_step(cls, step: Any, group: GroupSpec, device: torch.device) -> StatesOfStep:
         """``group``'s part of a scheduled step."""
         found, starts = step.group(group.name).states(), step.query_start.tolist()
         before = (step.seq_lens - _counts(step)).tolist()
@@ -86,7 +114,49 @@ class StatesOfStep:
         for k, end, target in zip(found.entry.tolist(), found.end.tolist(), found.target.tolist(), strict=True):
             start = segments[k][-1].end if segments[k] else starts[k]
             segments[k].append(Segment(start, starts[k] + end - before[k], target, end % group.block_tokens == 0))
-        return cls(found.source.tolist(), before, segments)
+        source = found.source.tolist()
+        single = [k for k, of in enumerate(segments) if source[k] and of[-1].end - of[0].start == 1]
+        staged = words.staged(3 * _aligned(len(single)), torch.int32, device)
+        rows = [(segments[k][0].start, source[k], segments[k][0].target) for k in single]
+        staged.view(3, -1).numpy()[:, : len(single)] = np.array(rows, np.int32).reshape(-1, 3).T
+        sent = words.sent(staged, device).view(3, -1)[:, : len(single)]
+        return cls(source, before, segments, single, sent)
+
+
+class StatesOfDecode:
+    """A group's states in a captured step of ``rows`` entries of one token: their blocks, in fixed places."""
+
+    def __init__(self, rows: int, spare: int, device: torch.device) -> None:
+        """``spare``: the block that null rows write to; until ``fill``, all are null rows."""
+        self._sent = torch.zeros(2 * _aligned(rows), dtype=torch.int32, device=device)
+        self.blocks = self._sent.view(2, -1)[:, :rows]
+        """int32 [2, rows]: what each row goes on from, and where its state goes."""
+        self.blocks[1] = spare
+
+    def fill(self, group: Any) -> None:
+        """Brings in a step's group: each entry goes on from a state."""
+        rows = self.blocks.shape[1]
+        found, staged = group.states(rows), words.staged(len(self._sent), torch.int32, self._sent.device).zero_()
+        staged.view(2, -1).numpy()[:, :rows] = found.source, found.target
+        words.send(staged, self._sent)
+
+
+def _aligned(rows: int) -> int:
+    """So many int32 that the next row begins at a multiple of 16 bytes, as kernels demand."""
+    return -(-rows // 4) * 4
+
+
+def unsound(step: Any, cache: Any, group: GroupSpec) -> list[int]:
+    """The entries of a step of one token each that have left a state which is not finite where others may find it."""
+    found = step.group(group.name).states()
+    kept = np.flatnonzero(found.end % group.block_tokens == 0)
+    if not len(kept):
+        return []
+    layers = [cache.state(group.name, i) for i in range(group.num_layers)]
+    at = torch.from_numpy(found.target[kept].astype(np.int64)).to(layers[0][0].device)
+    sound = [part[at].isfinite().flatten(1).all(1) for parts in layers for part in parts]
+    bad: list[int] = kept[~torch.stack(sound).all(0).cpu().numpy()].tolist()
+    return bad
 
 
 def _counts(step: Any) -> Any:
@@ -111,11 +181,13 @@ class Mixers:
         self.layers: set[int] = set()
         """Indices of the layers with one."""
         self.modules: set[torch.nn.Module] = set()
+        self.is_turned = False
+        """Whether recurrent states lie in the pools as ``turned`` has them."""
         for module, argument in _mixers(model):
             self.modules.add(module)
             self.layers.add(int(module.layer_idx))
             limit_decodes(module, lambda: self.step is not None)
-            module.forward = _Mixer(self, module, argument)
+            module.forward = Mixer(self, module, argument)
 
 
 def _mixers(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
@@ -136,17 +208,20 @@ def _keeps_states(of: Any) -> bool:
         return False
 
 
-class _Mixer:
+class Mixer:
     """A mixer's forward."""
 
     def __init__(self, mixers: Mixers, module: Any, argument: str) -> None:
-        self._mixers, self._argument, self._layer = mixers, argument, int(module.layer_idx)
-        self._inner = type(module).forward.__get__(module)
+        self._mixers, self.argument, self._layer = mixers, argument, int(module.layer_idx)
+        self.inner: Any = type(module).forward.__get__(module)
+        """The family's own."""
+        self.pooled: Any = None
+        """The same with functions that read and write recurrent states where they lie, if it has such."""
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = self._mixers.step
         if context is None:
-            return self._inner(hidden_states, *args, **kwargs)
+            return self.inner(hidden_states, *args, **kwargs)
         place = context.spec.places("state")[self._layer]
         if place is None:
             raise UnsupportedModel(f"layer {self._layer} keeps a state, but the config was read as one without")
@@ -154,9 +229,13 @@ class _Mixer:
         state = context.spec.group(name).attention
         assert isinstance(state, RecurrentState)
         tensors, step = context.cache.state(name, index), context.states[name]
-        call = _Call(self._inner, self._argument, state.parts, tensors, _others(kwargs))
-        run = _run_by_chunks if state.parts[-1].name == INPUTS else _run
-        out = run(call, hidden_states, step)
+        call = Call(self.inner, self.argument, state.parts, tensors, _others(kwargs), self.pooled)
+        if isinstance(step, StatesOfDecode):
+            out = call.decode(hidden_states.transpose(0, 1), *step.blocks).transpose(0, 1)
+        elif state.parts[-1].name == INPUTS:
+            out = _run_by_chunks(call, hidden_states, step)
+        else:
+            out = _run(call, hidden_states, step)
         context.mixed.append(self._layer)
         return out if call.rest is None else (out, *call.rest)
 
@@ -165,18 +244,16 @@ def _others(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in (*_ARGUMENTS, *_OURS)}
 
 
-def _run(call: _Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
+def _run(call: Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
     """The mixer's output of all tokens, [1, T, ...]; the step's states are written."""
     outs: list[Tensor | None] = [None] * len(step.source)
-    single = [k for k, of in enumerate(step.segments) if step.source[k] and of[-1].end - of[0].start == 1]
-    if single:
-        at = torch.tensor([step.segments[k][0].start for k in single], device=hidden.device)
-        sources, targets = [step.source[k] for k in single], [step.segments[k][0].target for k in single]
-        made, after = call(hidden[0, at][:, None], call.read(sources))
-        call.write(targets, after)
-        for i, k in enumerate(single):
+    if step.single:
+        at, source, target = step.rows
+        made = call.decode(hidden[0, at][:, None], source, target)
+        for i, k in enumerate(step.single):
             outs[k] = made[i : i + 1]
-            if step.segments[k][0].is_kept and not _is_finite(state[i] for state in after):
+            segment = step.segments[k][0]
+            if segment.is_kept and not _is_finite(call.read([segment.target])):
                 step.unsound.add(k)
     for k, segments in enumerate(step.segments):
         if outs[k] is None:
@@ -192,7 +269,7 @@ def _run(call: _Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
     return torch.cat([out for out in outs if out is not None], 1)
 
 
-def _run_by_chunks(call: _Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
+def _run_by_chunks(call: Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
     """The same, by chunks of the text; blocks have a chunk's inputs, too."""
     outs: list[Tensor] = []
     for k, segments in enumerate(step.segments):
@@ -224,29 +301,53 @@ def _run_by_chunks(call: _Call, hidden: Tensor, step: StatesOfStep) -> Tensor:
     return torch.cat(outs, 1)
 
 
-def _is_finite(states: Iterator[Tensor] | Sequence[Tensor]) -> bool:
+def _is_finite(states: Sequence[Tensor]) -> bool:
     return all(bool(state.isfinite().all()) for state in states)
 
 
+@dataclass(frozen=True)
+class Pooled:
+    """A part of the states of B requests where it lies: it goes from blocks ``source`` to blocks ``target``.
+
+    ``pool``: [blocks, *part.shape]. ``source`` and ``target``: int32 [B].
+    """
+
+    pool: Tensor
+    source: Tensor
+    target: Tensor
+
+
 States = list[Tensor]
-"""The parts of a layer's state of B requests: [B, *part.shape] each, in the order of the parts."""
+"""The parts of a layer's state of B requests: [B, *part.shape] each, in the order of the parts. Parts that lie turned
+are as the family's code has them here."""
 
 
-class _Call:
+class Call:
     """Calls of one mixer in one step. What a call goes on from is overwritten by it."""
 
     def __init__(
-        self, inner: Any, argument: str, parts: Sequence[Part], tensors: Sequence[Tensor], kwargs: dict[str, Any]
+        self,
+        inner: Any,
+        argument: str,
+        parts: Sequence[Part],
+        tensors: Sequence[Tensor],
+        kwargs: dict[str, Any],
+        pooled: Any = None,
     ) -> None:
-        self._inner, self._argument, self._kwargs = inner, argument, kwargs
+        """``tensors``: the layer's pools. ``pooled``: as in ``Mixer``."""
+        self._inner, self._argument, self._kwargs, self._pooled = pooled or inner, argument, kwargs, pooled
         self.inputs = tensors[-1]
         """[blocks, STATE_TOKENS, size], if states have them."""
         own = len(parts) - (parts[-1].name == INPUTS)
-        self._parts, self._tensors = parts[:own], tensors[:own]
+        self._parts, self._pools = parts[:own], tensors[:own]
+        self._tensors = [
+            pool.transpose(-1, -2) if part.name.startswith(_TURNED) else pool
+            for part, pool in zip(self._parts, self._pools, strict=True)
+        ]
         self.rest: tuple[Any, ...] | None = None
         """What the family returns beside the output; None if that is not a tuple."""
 
-    def __call__(self, hidden: Tensor, states: States | None) -> tuple[Tensor, States]:
+    def __call__(self, hidden: Tensor, states: Sequence[Tensor | Pooled] | None) -> tuple[Tensor, Any]:
         """The output of ``hidden`` [B, n, ...], which goes on from ``states`` (None: from nothing), and those after."""
         seen = _Seen(self._parts, states, hidden.dtype)
         out = self._inner(hidden, **{self._argument: seen}, **self._kwargs)
@@ -254,6 +355,18 @@ class _Call:
             self.rest = (None,) * (len(out) - 1)
             out = out[0]
         return out, seen.states()
+
+    def decode(self, hidden: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        """The output of one token each, [B, 1, ...]. States go from blocks ``source`` to ``target``, int32 [B]."""
+        before = [
+            Pooled(pool, source, target) if self._pooled and not _is_conv(part) else tensor[source]
+            for part, pool, tensor in zip(self._parts, self._pools, self._tensors, strict=True)
+        ]
+        out, after = self(hidden, before)
+        for tensor, state in zip(self._tensors, after, strict=True):
+            if not isinstance(state, Pooled):
+                tensor[target] = state
+        return out
 
     def read(self, blocks: list[int]) -> States:
         """The states in these blocks."""
@@ -277,7 +390,7 @@ class _Call:
 class _Seen:
     """The cache of one call: what transformers' caches answer for one layer."""
 
-    def __init__(self, parts: Sequence[Part], states: States | None, dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[Part], states: Sequence[Tensor | Pooled] | None, dtype: torch.dtype) -> None:
         """``states``: None: nothing yet. ``dtype``: of the hidden states, which convolutions work in."""
         from transformers.cache_utils import LinearAttentionLayer
 
@@ -287,21 +400,22 @@ class _Seen:
         for part, state in zip(parts, states or (), strict=bool(states)):
             k = _number(part)
             layer.has_previous_state[k] = True
-            if part.name.startswith("conv"):
+            if _is_conv(part):
+                assert isinstance(state, Tensor)
                 layer.conv_states[k], layer.conv_kernel_size[k] = state.to(dtype), state.shape[-1]
                 layer.is_conv_states_initialized[k] = True
             else:
-                layer.recurrent_states[k] = state
+                layer.recurrent_states[k] = state  # type: ignore[assignment]
                 layer.is_recurrent_states_initialized[k] = True
 
-    def states(self) -> States:
-        """Those after the call, in the parts' dtypes."""
+    def states(self) -> list[Any]:
+        """Those after the call, in the parts' dtypes; or ``Pooled``, which are written."""
         found = []
         for part, dtype in zip(self._parts, self._dtypes, strict=True):
-            of = self._layer.conv_states if part.name.startswith("conv") else self._layer.recurrent_states
-            made = of[_number(part)]
+            of = self._layer.conv_states if _is_conv(part) else self._layer.recurrent_states
+            made: Any = of[_number(part)]
             assert made is not None
-            found.append(made.to(dtype))
+            found.append(made if isinstance(made, Pooled) else made.to(dtype))
         return found
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -318,9 +432,8 @@ class _Seen:
         made: Tensor = self._layer.update_conv_state(states, state_idx, **more)
         return made
 
-    def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **more: Any) -> Tensor:
-        made: Tensor = self._layer.update_recurrent_state(states, state_idx, **more)
-        return made
+    def update_recurrent_state(self, states: Any, layer_idx: int, state_idx: int = 0, **more: Any) -> Any:
+        return states if isinstance(states, Pooled) else self._layer.update_recurrent_state(states, state_idx, **more)
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return all(self._layer.has_previous_state.values())
@@ -330,6 +443,10 @@ class _Seen:
 
     def get_seq_length(self, *_: Any) -> int:
         return 0
+
+
+def _is_conv(part: Part) -> bool:
+    return part.name.startswith("conv")
 
 
 def _number(part: Part) -> int:

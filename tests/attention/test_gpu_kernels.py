@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from attention.flashinfer_latents_standin import CompiledLatents
-from benchmarks.gpu import __main__ as command, kernels, main_job
+from benchmarks.gpu import __main__ as command, kernels, main_job, states
 from benchmarks.gpu.figures import Figure, Section
 from benchmarks.gpu.kernels import Kernel
 from benchmarks.gpu.sections import SECTIONS
@@ -47,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         yield gpu
 
 
-ALL = set[Kernel]().union(*(section.kernels() for section in SECTIONS))
+ALL = {k for section in SECTIONS for k in section.kernels() if isinstance(k, Kernel)}
 
 
 @pytest.mark.parametrize("kernel", sorted(ALL, key=str), ids=str)
@@ -101,6 +102,25 @@ def test_the_models_of_the_figures_have_kernels_with_sinks_and_for_wide_heads() 
         (256, False, False),
         (128, False, False),
     }
+
+
+def test_what_is_built_for_states_is_what_a_decode_loads(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, which says all that a module is compiled for."""
+    [kernel] = states.kernels()
+    assert (kernel.dtype, kernel.head_dim, kernel.state_size) == (torch.bfloat16, 64, 128)  # type: ignore[union-attr]
+    module, named = importlib.import_module("flashinfer.jit.mamba.selective_state_update"), list[str]()
+    monkeypatch.setattr(module, "_gen_module", lambda uri, *args, **options: named.append(uri) or SimpleNamespace())
+    kernels.spec_of(kernel)
+    update = sys.modules["flashinfer.mamba.selective_state_update"]
+    monkeypatch.setattr(update, "get_compute_capability", lambda _: (9, 0))
+    x, pool, at = torch.zeros(2, 4, 64).bfloat16(), torch.zeros(3, 4, 64, 128), torch.tensor([1, 2], dtype=torch.int32)
+    rate, skip = torch.zeros(4)[:, None, None].expand(-1, 64, 128), torch.zeros(4).bfloat16()[:, None].expand(-1, 64)
+    into = torch.zeros(2, 1, 128).bfloat16()
+    with pytest.raises(AttributeError, match="build_and_load"):
+        update.selective_state_update(
+            pool, x, x, rate, into, into, skip, state_batch_indices=at, dst_state_batch_indices=at
+        )
+    assert len(named) == 2 and named[0] == named[1]
 
 
 def test_the_main_job_runs_the_bundled_model_on_flashinfer() -> None:
@@ -232,7 +252,7 @@ def test_each_section_has_the_kernels_built_that_it_runs_and_no_others(monkeypat
     link, reload, decode, main, every = built
     assert (link, reload, main) == (set(), set(), kernels.of_main_job())
     assert {(k.head_dim, k.window, k.sinks) for k in decode} == {(64, True, True), (64, False, True)}
-    assert every == ALL
+    assert every == ALL | states.kernels()
 
 
 @pytest.mark.parametrize(

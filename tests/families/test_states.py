@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from breadth import sample
 
 from kvtier import CacheSpec, KVCache, Part, Request, Scheduler, UnsupportedModel
 from runner.model import selfcheck
-from runner.model.graphs import why_eager
 from runner.model.hybrid import HybridModel
 from runner.model.states import Mixers
 from runner.model.time_steps import limit_decodes
@@ -198,13 +196,8 @@ def test_a_layer_that_does_not_ask_for_its_state_is_refused(
 ) -> None:
     subject = family("lfm2")
     mixer = subject.model.model.model.layers[1].conv
-    monkeypatch.setattr(mixer, "forward", mixer.forward._inner)
+    monkeypatch.setattr(mixer, "forward", mixer.forward.inner)
     cache = FakeCache(subject.model.spec())
     step = FakeSteps(cache, subject.sequences).step({0: 4})
     with pytest.raises(UnsupportedModel, match=r"layers \[1\] never asked for their states"):
         subject.model.forward(step, cache)
-
-
-def test_what_recurrent_layers_cannot_have_yet(family: Callable[[str], Family]) -> None:
-    on_a_gpu: Any = SimpleNamespace(device=torch.device("cuda:0"), mixers=family("lfm2").model.mixers)
-    assert why_eager(on_a_gpu) == "steps of recurrent layers cannot be captured"

@@ -251,12 +251,10 @@ def test_verify_says_why_decode_steps_are_not_captured(flashinfer: Any, tmp_path
     report = kit.run(model, tokens=120, prompts=2, new_tokens=2, scenarios=[])
     assert "on cpu" in show.graphs(report) and report.graphs["replayed"] == 0
     of_cuda = {"device": torch.device("cuda:0"), "backend": object(), "attention": Choice("reference", "")}
-    mixers, compressed = SimpleNamespace(layers={}), SimpleNamespace(layers={})
-    on_cuda: Any = SimpleNamespace(**of_cuda, mixers=mixers, compressed=compressed)
+    compressed = SimpleNamespace(layers={})
+    on_cuda: Any = SimpleNamespace(**of_cuda, compressed=compressed)
     assert graphs.why_eager(on_cuda) == "the reference attention cannot be captured"
     on_cuda.backend = model.backend
     assert graphs.why_eager(on_cuda) is None
-    on_cuda.mixers.layers = {0: object()}
-    assert graphs.why_eager(on_cuda) == "steps of recurrent layers cannot be captured"
-    mixers.layers, compressed.layers = {}, {0: object()}
+    compressed.layers = {0: object()}
     assert graphs.why_eager(on_cuda) == "steps of layers with compressed entries cannot be captured"

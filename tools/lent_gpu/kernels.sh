@@ -6,7 +6,7 @@ mkdir -p "$T/stub"
 gcc -shared -x c /dev/null -o "$T/stub/libcuda.so" -Wl,-soname,libcuda.so.1
 export PYTHONPATH=$T/slim:$PWD FLASHINFER_WORKSPACE_BASE=$T/fi FLASHINFER_CUDA_ARCH_LIST=9.0a LIBRARY_PATH=$T/stub
 export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda-13.0}
-for section in "main job" decode "time to" "device tests"; do
+for section in "main job" decode "time to" "device tests" states; do
   nice python -m benchmarks.gpu --kernels --only "$section"
 done
 for built in "$T"/fi/.cache/flashinfer/*/90a/cached_ops/*/*.so; do

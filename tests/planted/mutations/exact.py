@@ -49,7 +49,7 @@ MUTATIONS = (
         "I24",
         "what was decoded first and is prefilled later has other bits",
         "families/states served/exact",
-        ("runner.model.states._Mixer.__call__", "state.parts[-1].name == INPUTS", "state.parts[-1].name == ''"),
+        ("runner.model.states.Mixer.__call__", "state.parts[-1].name == INPUTS", "state.parts[-1].name == ''"),
     ),
     mutation(
         "an_unfinished_chunk_forgets_its_inputs",
@@ -57,7 +57,7 @@ MUTATIONS = (
         "a decode goes on from the last boundary as if nothing was since then",
         "families/states served/exact",
         (
-            "_Call.write_unfinished",
+            "Call.write_unfinished",
             "self.inputs[block, : len(inputs)] = inputs",
             "self.inputs[block, : len(inputs)] = 0",
         ),
@@ -67,6 +67,6 @@ MUTATIONS = (
         "I24",
         "after a boundary a request goes on from another one's state",
         "families/states served/exact",
-        ("_Call.write_unfinished", "states is not None", "states is not None and not len(inputs)"),
+        ("Call.write_unfinished", "states is not None", "states is not None and not len(inputs)"),
     ),
 )
