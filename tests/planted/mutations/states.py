@@ -26,8 +26,8 @@ MUTATIONS = (
         "core/coordinator/shorts",
         (
             "Retention.cool_states",
-            "self._pools.release(groups[there], blocks[there], cold=True)",
-            "self._pools.release(groups[there], blocks[there])",
+            "self._use(groups[cold], keys[cold], cold=True)",
+            "self._use(groups[cold], keys[cold])",
         ),
     ),
     mutation(
