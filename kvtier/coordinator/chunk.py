@@ -5,7 +5,7 @@ ends. With 50 window layers of 16 heads, 8,192 tokens take 6.7 GB for a moment. 
 cached content of other requests; shorter steps would have cost next to nothing.
 
 Promises   a long step that borrows much takes only blocks whose content no request may ask for (ADR 0020). Long means
-           more than ``SHORT`` tokens; much means more than ``LITTLE`` for its windows. Keeps I4.
+           more than ``SHORT_STEP`` tokens; much means more than ``LITTLE`` for its windows. Keeps I4.
 Does not   take anything.
 """
 
@@ -21,7 +21,7 @@ from kvtier.machine.loops.jit import inlined
 from kvtier.pools.pool_state import Col, SlabCol
 from kvtier.pools.slab_loops import fits
 
-SHORT = 512
+SHORT_STEP = 512
 """Prompt tokens that a step may compute whatever they push out. Fewer are too little work for all the weights: GPUs of
 today do 200 to 300 operations in the time of a byte."""
 
@@ -96,7 +96,7 @@ def longest_chunk(
         enough = fits(p.meta, len(p.slabs), total)
         for g in range(len(total)):
             total[g] -= lacks(t, g, r, end)
-        if enough and tokens + end - start > SHORT:
+        if enough and tokens + end - start > SHORT_STEP:
             enough = _is_modest(p, t, need, free, r, start, end)
         if enough:
             low = end

@@ -78,6 +78,23 @@ class Compactor:
             exchange.hand_over(meta, slabs, int(lacking[0]), s)
             return True
 
+    def make_idle(self, pinned: Match | None, g: int) -> bool:
+        """Moves what is held out of the slab of group g with the least of it; False if none can be moved.
+
+        The slab's cached content stays. ``pinned`` as in ``empty_slab``.
+        """
+        meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
+        spare = slabs[:, SlabCol.EMPTY] + slabs[:, SlabCol.CACHED]
+        is_still = (slabs[:, SlabCol.OWNER] == g) & (slabs[:, SlabCol.STUCK] + slabs[:, SlabCol.FENCES] == 0)
+        is_still &= meta[g, Col.PER_SLAB] - spare <= self._pools.clean[g] - spare  # there is room elsewhere
+        still = np.flatnonzero(is_still)
+        for s in still[np.argsort(-spare[still], kind="stable")].tolist():
+            lists = self._movable(s, pinned)
+            if lists is not None:
+                self._empty(s, lists[1], pinned, stays=True)
+                return True
+        return False
+
     def move(self, g: int, sources: Ids, targets: Ids) -> None:
         """Copies the bytes of blocks of group g, which the pools have moved."""
         self._move(g, sources, targets)
@@ -114,12 +131,12 @@ class Compactor:
         self._stores.count_lost(self._pools, groups, given_up)
         return False
 
-    def _empty(self, s: int, held: Ids, pinned: Match | None) -> None:
-        """Moves slab s's ``held`` blocks elsewhere."""
+    def _empty(self, s: int, held: Ids, pinned: Match | None, stays: bool = False) -> None:
+        """Moves slab s's ``held`` blocks elsewhere. It ``stays`` in its pool, or belongs to none then."""
         meta, blocks, slots, ring, empties, slabs = self._pools.arrays
         g, (first, end) = int(slabs[s, SlabCol.OWNER]), self._span(s)
         targets = np.empty(len(held), np.int32)
-        exchange.move_blocks(meta, blocks, slots, ring, empties, slabs, s, held, targets)
+        exchange.move_blocks(meta, blocks, slots, ring, empties, slabs, s, held, targets, stays)
         if len(held):
             self.move(g, held, targets)
             t, base = self._tables.arrays, int(meta[g, Col.BASE])

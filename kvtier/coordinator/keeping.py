@@ -16,6 +16,7 @@ Does not   know blocks. ``Retention`` (rows) and ``HostText`` (the host tier's d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -44,7 +45,7 @@ class Course:
     begun_with: int = 0
     """The hit that it has begun with."""
     short: int = 0
-    """The boundary shortly before its prompt's end whose state stays; 0 if there is none."""
+    """The boundary shortly before its prompt's end up to which its newest state stays; 0 if none does for that."""
     went_on_from: int = 0
     """Its hit, if no other text had wanted one there: a conversation goes on."""
     named_from: int = NEVER
@@ -156,7 +157,7 @@ class Keeping:
 
     def _keep_short(self, course: Course, last: int) -> None:
         """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it."""
-        course.short = max(course.begun_with, last - SHORT // self._unit * self._unit)
+        course.short = max(0, last - SHORT // self._unit * self._unit)
         if course.short > course.begun_with:
             course.told.add(course.short)
         else:
@@ -335,10 +336,17 @@ class Keeping:
         return spans
 
     def outrun(self, course: Course, end: int) -> range:
-        """Boundaries of a text that has ended after ``end`` tokens whose states are needed no longer, unless others
-        want them: there is one at its end. Its ``short`` stays, too."""
+        """Boundaries before the end of a text that has ended after ``end`` tokens, if a state there and one shortly
+        before its prompt's end are enough; else none."""
         is_named = course.short and self.names_end(course, end > course.prompt_end)
         return range(self._unit, min(self.last_boundaries(end)) if is_named else 0, self._unit)
+
+    def stays(self, course: Course, there: Sequence[int]) -> int:
+        """Which of the ``outrun`` states that are ``there``, boundaries in ascending order, stays: its number.
+
+        It is the newest one up to ``short``. A turn of a few tokens has none of its own.
+        """
+        return max(0, bisect_right(there, course.short) - 1)
 
     def has_lost(self, course: Course, keys: KeyArray, num_tokens: int, hit: int) -> bool:
         """Whether this hit is less than half of what the waiting text has in common with an earlier one."""

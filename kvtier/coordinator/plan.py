@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.coordinator.chunk import SHORT, lacks, longest_chunk, unmissed
+from kvtier.coordinator.chunk import SHORT_STEP, lacks, longest_chunk, unmissed
 from kvtier.gpu_pool.block_table import extend_group
 from kvtier.gpu_pool.row_state import Geo, Phase, RowArrays, RowCol, num_blocks
 from kvtier.machine.loops.jit import inlined, jit
@@ -83,7 +83,7 @@ def plan_rows(
         return n, np.int64(n), -1
     n, tokens = 0, np.int64(0)
     need[:] = 0
-    free = unmissed(p, t) if before + budget > SHORT else 0.0
+    free = unmissed(p, t) if before + budget > SHORT_STEP else 0.0
     for i in range(len(order)):
         r = np.int64(order[i])
         phase = state[r, _PHASE]

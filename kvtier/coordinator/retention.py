@@ -16,6 +16,7 @@ from kvtier.coordinator.match import Match
 from kvtier.coordinator.returns import Bytes, TextBytes
 from kvtier.coordinator.tracked import Tracked
 from kvtier.cpu_offload.store_policy import StorePolicy
+from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.options import StoreMode
 from kvtier.gpu_pool.block_table import BlockTables
@@ -134,23 +135,31 @@ class Retention:
         self._mark(seq)
 
     def cool_states(self, seq: Tracked, end: int) -> None:
-        """The request's text has ended after ``end`` tokens: its states that are no longer needed go first."""
+        """The request's text has ended after ``end`` tokens. Of its states before that, one is as young as its K and V
+        from now on; the others go first, unless others want them."""
         at, names = np.array(self.keeping.outrun(seq.course, end), np.int64), self.keeping.boundaries
         keys = np.ascontiguousarray(seq.keys[at // self._spec.hash_tokens - 1])
         for g in self._tables.state_groups if len(at) else ():
             groups = np.full(len(at), g, np.int32)
-            blocks = self._pools.find(groups, keys)
-            there = blocks > 0
+            there = self._pools.find(groups, keys) > 0
             if self._host is not None and self._mode.keeps_copies:
                 there |= self._host.find(groups, keys) > 0
-            for k in np.flatnonzero(there).tolist():
-                there[k] = at[k] != seq.course.short and not names.is_stem(keys[k].tobytes())
-            if self._host is not None and self._mode.keeps_copies:
-                self._stores.touch(groups[there], keys[there], cold=True)
-            there &= self._pools.arrays.refs[self._pools.entries(groups, blocks)] == 0
-            there &= blocks > 0
-            self._pools.acquire(groups[there], blocks[there])
-            self._pools.release(groups[there], blocks[there], cold=True)
+            found = np.flatnonzero(there)
+            stays = self.keeping.stays(seq.course, at[found].tolist())
+            kept, others = found[stays : stays + 1], np.delete(found, slice(stays, stays + 1)).tolist()
+            cold = np.array([k for k in others if not names.is_stem(keys[k].tobytes())], np.int64)
+            self._use(groups[kept], keys[kept])
+            self._use(groups[cold], keys[cold], cold=True)
+
+    def _use(self, groups: Ids, keys: KeyArray, cold: bool = False) -> None:
+        """Content with these keys that nobody holds becomes the newest, or the oldest, as do copies if the mode
+        ``keeps_copies``."""
+        if self._mode.keeps_copies:
+            self._stores.touch(groups, keys, cold)
+        blocks = self._pools.find(groups, keys)
+        free = (blocks > 0) & (self._pools.arrays.refs[self._pools.entries(groups, blocks)] == 0)
+        self._pools.acquire(groups[free], blocks[free])
+        self._pools.release(groups[free], blocks[free], cold)
 
     def cool_in_host(self, seq: Tracked) -> None:
         """If the mode ``keeps_copies``: the host's copies of what the request's end supersedes become the oldest."""

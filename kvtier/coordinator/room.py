@@ -9,6 +9,7 @@ Does not   admit, preempt or end requests. Methods that act say so: ``make_clean
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -184,7 +185,8 @@ class Room:
         if np.all(need <= self.pools.column(Col.EMPTY)):
             return True
         while True:
-            self.pools.provide(need, self.spares_cached, self.states, self._compactor.move)
+            move, make_idle = self._compactor.move, partial(self._compactor.make_idle, pinned)
+            self.pools.provide(need, self.spares_cached, self.states, move, make_idle)
             planned: int | Counts = 0
             if self.spares_cached:
                 evicted = self.pools.coldest_of(need - self.pools.column(Col.EMPTY))

@@ -156,13 +156,14 @@ class BlockPools:
         spare_cached: bool = False,
         states: npt.NDArray[np.uint8] | None = None,
         move: Callable[[int, Ids, Ids], None] | None = None,
+        make_idle: Callable[[int], bool] | None = None,
     ) -> bool:
         """Gives pools slabs so that ``need[g]`` blocks are empty or cached; returns whether they are.
 
         Cached content of other pools makes room if it is colder than the pool's own; with ``spare_cached`` it does not.
         ``states``: 1 for groups with states, uint8 [groups]. Between these and others the coldest content goes,
         whatever shares its slab: ``move`` copies cached blocks of a group to others, (group, from, to). Without both,
-        slabs go as they are.
+        slabs go as they are. ``make_idle`` moves what is in use out of a slab of a group, if it can.
         """
         while True:
             enough, g, n = exchange.provide(
@@ -170,7 +171,10 @@ class BlockPools:
             )
             if g < 0 or move is None:
                 return bool(enough)
-            move(g, self._moves[0, :n], self._moves[1, :n])
+            if n > 0:
+                move(g, self._moves[0, :n], self._moves[1, :n])
+            elif make_idle is None or not make_idle(int(g)):
+                states = None
 
     def is_enough(self, need: npt.NDArray[np.int64]) -> bool:
         """Whether ``need[g]`` blocks are clean, or one more slab can be had from a pool that can spare it, by moves."""

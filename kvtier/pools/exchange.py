@@ -19,7 +19,7 @@ from kvtier.pools.cached_ring import as_cold, coldest_stamp, rename_entry, stamp
 from kvtier.pools.key_index import rename
 from kvtier.pools.pool_loops import evict, make_empty, take, unpublish
 from kvtier.pools.pool_state import Col, Mark, Place, PoolArrays, SlabCol
-from kvtier.pools.slab_loops import close_slab, first_block, open_slab
+from kvtier.pools.slab_loops import close_slab, first_block, open_slab, to_empty
 
 _BASE, _N_EMPTY, _N_CACHED, _N_HELD, _PEAK = (
     int(c) for c in (Col.BASE, Col.EMPTY, Col.CACHED, Col.HELD, Col.PEAK_HELD)
@@ -131,7 +131,7 @@ def coldest_slab(p: Any, g: Any, need: Any, spare_cached: Any) -> Any:
 @inlined
 def _lost(meta: Any, h: Any, need: Any) -> Any:
     """Cached blocks that the pool of group h gives up if it is to have need[h] empty blocks and a slab of them."""
-    return meta[h, _PER_SLAB] - max(np.int64(0), meta[h, _N_EMPTY] - need[h])
+    return max(np.int64(0), meta[h, _PER_SLAB] - max(np.int64(0), meta[h, _N_EMPTY] - need[h]))
 
 
 @inlined
@@ -155,10 +155,10 @@ def _coldest_pool(p: Any, g: Any, need: Any, before: Any, states: Any) -> Any:
     meta, best = p.meta, np.int64(-1)
     for h in range(len(meta)):
         n = _lost(meta, h, need)
-        if h == g or states[g] + states[h] == 0 or not 0 < n <= meta[h, _N_CACHED] or not _can_spare(meta, h, need):
+        if h == g or states[g] + states[h] == 0 or n > meta[h, _N_CACHED] or not _can_spare(meta, h, need):
             continue
-        worth = stamp_of(p, h, n)
-        if worth < before and _emptiest(meta, p.slabs, h) >= 0:
+        worth = stamp_of(p, h, n) if n > 0 else np.int64(-1)  # empty blocks enough, in slabs of which none is empty
+        if worth < before:
             best, before = np.int64(h), worth
     return best
 
@@ -214,7 +214,8 @@ def provide(
     slab], from and to, and asks again. If there is no room for moves, it stops before.
 
     Returns (whether every group has as many empty and cached blocks, group of the moves or -1, their number). It is not
-    enough if it has stopped. Changes nothing if pools have slabs of their own.
+    enough if it has stopped. With a group and no moves it has stopped because each slab of that group has a block in
+    use. Changes nothing if pools have slabs of their own.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     enough = True
@@ -227,6 +228,8 @@ def provide(
                 if h >= 0:
                     if moves.shape[1] == 0:
                         return False, np.int64(-1), np.int64(0)
+                    if _emptiest(meta, slabs, h) < 0:
+                        return False, np.int64(h), np.int64(0)
                     s, n = _gather(p, h, need, moves)
                     adopt(meta, slabs, g, s)
                     if n > 0:
@@ -311,19 +314,37 @@ def list_slab(meta: Any, blocks: Any, slabs: Any, s: Any, cached: Any, held: Any
 
 @jit
 def move_blocks(
-    meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, slabs: Any, s: Any, held: Any, targets: Any
+    meta: Any,
+    blocks: Any,
+    slots: Any,
+    ring: Any,
+    empties: Any,
+    slabs: Any,
+    s: Any,
+    held: Any,
+    targets: Any,
+    stays: Any,
 ) -> None:
-    """Empties slab s, which leaves its pool. Its cached blocks are forgotten, its ``held`` blocks go to ``targets``.
+    """The ``held`` blocks of slab s go to ``targets``, and the pool's coldest blocks make room for them.
 
-    The links of moved blocks give their new ids. The pool has room: the caller has asked ``movable_slab``.
+    If the slab ``stays``, its cached blocks do too. Else they are forgotten, and it leaves its pool. The links of moved
+    blocks give their new ids. The pool has room without the slab: the caller has asked.
     """
     p = PoolArrays(meta, blocks, slots, ring, empties, slabs)
     g, n = slabs[s, _OWNER], len(held)
-    _forget_cached(p, g, s)
-    _part(meta, slabs, g, s)
-    make_empty(p, g, n)
+    if stays:
+        while meta[g, _N_EMPTY] - slabs[s, _S_EMPTY] < n:
+            evict(p, g, 1)
+        if slabs[s, _S_EMPTY] > 0:  # nothing is taken from it meanwhile
+            close_slab(meta, slabs, g, s)
+    else:
+        _forget_cached(p, g, s)
+        _part(meta, slabs, g, s)
+        make_empty(p, g, n)
     peak = meta[g, _PEAK]
     take(p, g, targets, 0, n, -1)
+    if stays and slabs[s, _S_EMPTY] > 0:
+        open_slab(meta, slabs, g, s)
     for k in range(n):
         source, target = blocks[_U(meta[g, _BASE] + held[k])], blocks[_U(meta[g, _BASE] + targets[k])]
         target.refs = source.refs
@@ -332,6 +353,8 @@ def move_blocks(
         source.refs = 0
         source.place = _PLACE_EMPTY
         source.link = targets[k]
+        if stays:
+            to_empty(p, g, np.int64(held[k]))
     meta[g, _N_HELD] -= n
     meta[g, _PEAK] = peak
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvtier import CacheSpec, ChunkedLocal, FullAttention, GroupSpec, KVCache, Request, Scheduler, SlidingWindow
-from kvtier.coordinator.chunk import LITTLE, SHORT
+from kvtier.coordinator.chunk import LITTLE, SHORT_STEP
 
 pytestmark = pytest.mark.usefixtures("unaudited")
 
@@ -64,7 +64,7 @@ class Served:
         return self
 
 
-SHORT_ONES = [SHORT] * (5_000 // SHORT) + [5_000 % SHORT]
+SHORT_ONES = [SHORT_STEP] * (5_000 // SHORT_STEP) + [5_000 % SHORT_STEP]
 """Steps of 5,000 tokens."""
 
 
@@ -77,7 +77,7 @@ def test_in_an_empty_arena_a_step_is_as_long_as_it_may_be() -> None:
 
 
 def test_in_a_full_one_a_step_is_short() -> None:
-    """What a long prompt pushes out for good it takes as it goes; what its windows borrow is as much as ``SHORT``."""
+    """What a long prompt pushes out for good it takes as it goes; its windows borrow as much as ``SHORT_STEP``."""
     steps, _ = Served(20_000).full()(text(5_000, 1))
     assert steps == SHORT_ONES
 
@@ -87,12 +87,12 @@ def test_several_prompts_share_a_short_step(prompts: int) -> None:
     steps, _ = Served(20_000).full()(*(text(1_500, 1 + k) for k in range(prompts)))
     assert sum(steps) == 1_500 * prompts
     others = (prompts - 1) * (WINDOW + BT)
-    assert max(steps) <= SHORT + others, "the others have what their windows keep in any case"
+    assert max(steps) <= SHORT_STEP + others, "the others have what their windows keep in any case"
 
 
 def test_requests_that_decode_take_nothing_off_a_short_step() -> None:
-    serve = Served(25_000, running=SHORT + 200).full()
-    for i in range(SHORT + 100):
+    serve = Served(25_000, running=SHORT_STEP + 200).full()
+    for i in range(SHORT_STEP + 100):
         serve.scheduler.add(Request(f"decodes {i}", text(8, 50_000 + i), 30))
     for _ in range(2):
         step = serve.scheduler.schedule()
@@ -116,7 +116,7 @@ def test_a_conversation_that_goes_on_costs_the_others_nothing() -> None:
     texts = [text(2_000, seed) for seed in range(12)]
     first = [serve(t)[0] for t in texts]
     assert first[0] == [2_000]
-    assert SHORT < first[-1][0] < 2_000
+    assert SHORT_STEP < first[-1][0] < 2_000
     assert [serve(np.concatenate([t, text(40, 99)]))[1] for t in texts] == [2_000] * 12
 
 
@@ -131,7 +131,7 @@ def test_what_nobody_will_ask_for_again_is_there_for_a_step() -> None:
     long = np.concatenate([texts[0], text(600, 99), text(2_000, 100)])
     steps, found = serve(long)
     assert (found, sum(steps)) == (1_600, 2_000)
-    assert SHORT < steps[0] < 2_000
+    assert SHORT_STEP < steps[0] < 2_000
 
 
 def test_windows_that_borrow_little_do_not_shorten_a_step() -> None:
@@ -139,7 +139,7 @@ def test_windows_that_borrow_little_do_not_shorten_a_step() -> None:
     serve = Served(int(2_000 / LITTLE / 3) + 1_000, spec).full()
     assert serve(text(2_000, 1))[0] == [2_000]
     serve = Served(int(2_000 / LITTLE / 3) - 3_000, spec).full()
-    assert SHORT < serve(text(2_000, 1))[0][0] < 2_000
+    assert SHORT_STEP < serve(text(2_000, 1))[0][0] < 2_000
 
 
 def test_a_chunk_that_all_of_its_queries_see_is_not_borrowed() -> None:
@@ -148,7 +148,7 @@ def test_a_chunk_that_all_of_its_queries_see_is_not_borrowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("full", "local", "longest"), [(20_000, 400, SHORT), (400, 20_000, 5_000)], ids=["windows", "the text"]
+    ("full", "local", "longest"), [(20_000, 400, SHORT_STEP), (400, 20_000, 5_000)], ids=["windows", "the text"]
 )
 def test_pools_of_their_own_have_nothing_for_each_other(full: int, local: int, longest: int) -> None:
     """Only what the windows' pool has counts for them; the text takes what it will keep, however long the steps."""

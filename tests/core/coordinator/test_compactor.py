@@ -143,6 +143,46 @@ def test_the_match_has_blocks_of_other_groups_before_those_that_move():
     assert moves.refs([moves.dense[5]]) == [1]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_older_content_goes_for_a_state_although_each_of_its_slabs_has_a_block_in_use(is_known: bool):
+    """``is_known``: whether the blocks in use can be moved, since rows hold them."""
+    moves = Moves(3)
+    pools, (x, *sparse), (y, *dense) = moves.pools, moves.sparse, moves.dense
+    state = whole_slab(pools, B)
+    cache(pools, A, sparse + dense)
+    cache(pools, B, state)
+    if is_known:
+        moves.set_row(0, [x, y])
+    states, make_idle = np.array([0, 1], np.uint8), partial(moves.compactor.make_idle, None)
+    assert pools.provide(counts(0, 1), False, states, moves.compactor.move, make_idle)
+    take(pools, B, 1)
+    assert found(pools, B, state) == [is_known]
+    gone = pools.find(np.zeros(10, np.int32), keys_of(A, sparse + dense)) == 0
+    assert int(gone.sum()) == (6 if is_known else 0), "a slab's worth"
+    if is_known:
+        now = {source: target for _, source, target in moves.copied}
+        assert moves.row(0) == [now[x], y]
+        assert moves.refs([now[x], y]) == [1, 1]
+    check_books(pools)
+
+
+def test_a_slab_that_is_made_idle_keeps_its_cached_content():
+    moves = Moves()
+    pools, (x, *sparse), dense = moves.pools, moves.sparse, moves.dense
+    free(pools, A, dense[2:])
+    cache(pools, A, sparse[:3])
+    free(pools, A, sparse[3:])
+    moves.set_row(0, [x, *dense[:2]])
+    assert moves.compactor.make_idle(None, A)
+    ((_, source, target),) = moves.copied
+    assert source == x
+    assert target in dense[2:]
+    assert moves.row(0) == [target, *dense[:2]]
+    assert found(pools, A, sparse[:3]) == [True] * 3
+    assert len(set(take(pools, A, 6))) == 6, "its empty blocks can be taken again"
+    check_books(pools)
+
+
 def test_a_block_that_moves_is_not_held_twice():
     """The highest number of held blocks is what requests have held at once."""
     pools = pools_of(2)
@@ -153,7 +193,7 @@ def test_a_block_that_moves_is_not_held_twice():
     assert {slab_of(pools, A, b) for b in held[1:]} == {1}
     assert pools.held.tolist() == pools.column(Col.PEAK_HELD).tolist() == [3, 0]
     targets = np.empty(1, np.int32)
-    exchange.move_blocks(*pools.arrays, 0, np.array(held[:1], np.int32), targets)
+    exchange.move_blocks(*pools.arrays, 0, np.array(held[:1], np.int32), targets, False)
     assert slab_of(pools, A, int(targets[0])) == 1
     assert pools.held.tolist() == pools.column(Col.PEAK_HELD).tolist() == [3, 0]
 

@@ -79,6 +79,35 @@ def test_at_its_end_a_text_s_other_states_go_first(host: bool) -> None:
         assert [hot_states(pools)[1] for pools in tiers] == [2] * len(tiers), "those of the turn before are old now"
 
 
+def state_after(cache: KVCache, tokens: list[int]) -> int:
+    """The block with the state after these tokens, 0 if there is none."""
+    chain = inside.coordinator(cache).chain
+    keys = chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
+    return int(inside.pools(cache).find(np.array([1], np.int32), keys[-1:])[0])
+
+
+def test_the_state_shortly_before_a_prompt_s_end_is_as_young_as_the_text() -> None:
+    cache, engine = serving(64)
+    with cache:
+        engine.scheduler.add(Request("a", prompt(), 200))
+        engine.scheduler.add(Request("b", prompt(seed=1), 2))
+        engine.run()
+        order = inside.pools(cache).coldest(1, 40).tolist()
+        a, b = (order.index(state_after(cache, prompt(seed=seed)[:LAST])) for seed in (0, 1))
+        assert a < b, "superseded, before others"
+        a, b = (order.index(state_after(cache, prompt(seed=seed)[: LAST - SHORT])) for seed in (0, 1))
+        assert a > b, "its text has ended later"
+
+
+def test_after_a_turn_of_few_tokens_the_state_before_the_last_prompt_s_end_stays() -> None:
+    cache, engine = serving(64)
+    with cache:
+        ask(engine, "a", prompt(), 100)
+        assert ask(engine, "b", prompt() + text_of(prompt(), 100)[:-1] + prompt(100, 1), 300) == 1088
+        block = np.array([state_after(cache, prompt()[: LAST - SHORT])], np.int32)
+        assert not inside.pools(cache).is_superseded(np.array([1], np.int32), block).any()
+
+
 @pytest.mark.parametrize(("told", "hit"), [((), 0), ((640,), 640), ((LAST - SHORT,), LAST - SHORT)])
 def test_it_is_spilled_only_if_others_are_to_part_there(tmp_path: Path, told: tuple[int, ...], hit: int) -> None:
     remote = {"remote_uri": f"file://{tmp_path}", "key_secret": b"t", "model_id": "m"}

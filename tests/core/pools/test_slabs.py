@@ -455,6 +455,15 @@ def test_the_state_goes_if_nothing_may_move_or_less_than_a_slab_is_older(case: s
     assert mixed.moved == []
 
 
+def test_for_a_slab_s_worth_of_empty_blocks_in_several_slabs_nothing_goes():
+    mixed = Mixed(num_old=8)
+    pools, old = mixed.pools, mixed.gone
+    free(pools, A, mixed.young)
+    mixed.take_state()
+    assert all(pools.find(np.full(16, A, np.int32), keys_of(A, old)))
+    assert all(found(pools, B, mixed.state))
+
+
 def test_superseded_content_that_moves_stays_superseded():
     mixed = Mixed(num_old=0)
     pools, young = mixed.pools, mixed.young

@@ -171,7 +171,7 @@ MUTATIONS = (
         "I21",
         "what a prompt's windows borrow for one step costs the conversation that comes next",
         "core/coordinator/chunk",
-        ("longest_chunk", "tokens + end - start > SHORT", "tokens + end - start > 1_000_000"),
+        ("longest_chunk", "tokens + end - start > SHORT_STEP", "tokens + end - start > 1_000_000"),
     ),
     mutation(
         "has_work_forgets_transfers",

@@ -26,9 +26,23 @@ MUTATIONS = (
         "core/coordinator/shorts",
         (
             "Retention.cool_states",
-            "self._pools.release(groups[there], blocks[there], cold=True)",
-            "self._pools.release(groups[there], blocks[there])",
+            "self._use(groups[cold], keys[cold], cold=True)",
+            "self._use(groups[cold], keys[cold])",
         ),
+    ),
+    mutation(
+        "the_state_before_a_prompt_s_end_is_older_than_its_text",
+        "S4",
+        "it goes while its K and V stay, and who parts there computes all of a long text again",
+        "core/coordinator/shorts",
+        ("Retention.cool_states", "self._use(groups[kept], keys[kept])", "pass"),
+    ),
+    mutation(
+        "states_go_before_older_content_in_slabs_with_a_block_in_use",
+        "S4",
+        "K and V stay that nobody finds, since their states have gone",
+        "core/coordinator/compactor",
+        ("BlockPools.provide", "elif make_idle is None or not make_idle(int(g)):", "else:"),
     ),
     mutation(
         "state_is_cut_one_token_early",
