@@ -30,6 +30,9 @@ Counts = npt.NDArray[np.int64]
 
 _VERSION, _U = int(RowCol.VERSION), np.uint64
 
+MOST_LOOKS = 8
+"""Slabs that ``make_idle`` looks at, since each look reads all rows: no step fails for want of an idle slab."""
+
 
 class Compactor:
     """Moves blocks of the device pools out of slabs; ``move`` copies their bytes: (group, from, to)."""
@@ -79,7 +82,7 @@ class Compactor:
             return True
 
     def make_idle(self, pinned: Match | None, g: int) -> bool:
-        """Moves what is held out of the slab of group g with the least of it; False if none can be moved.
+        """Moves what is held out of one of the slabs of group g with the least of it; False if it cannot be moved.
 
         The slab's cached content stays. ``pinned`` as in ``empty_slab``.
         """
@@ -88,7 +91,7 @@ class Compactor:
         is_still = (slabs[:, SlabCol.OWNER] == g) & (slabs[:, SlabCol.STUCK] + slabs[:, SlabCol.FENCES] == 0)
         is_still &= meta[g, Col.PER_SLAB] - spare <= self._pools.clean[g] - spare  # there is room elsewhere
         still = np.flatnonzero(is_still)
-        for s in still[np.argsort(-spare[still], kind="stable")].tolist():
+        for s in still[np.argsort(-spare[still], kind="stable")][:MOST_LOOKS].tolist():
             lists = self._movable(s, pinned)
             if lists is not None:
                 self._empty(s, lists[1], pinned, stays=True)

@@ -8,6 +8,8 @@ Does not   decide which content that is (``Keeping``), nor what is stored (``Sto
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 import numpy.typing as npt
 
@@ -53,8 +55,7 @@ class Retention:
         be a guest."""
         held = self._pools.column(Col.HELD)
         told, salt = seq.request.boundaries, seq.request.cache_salt
-        tenant = None if salt is None else salt.encode()
-        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, is_all, tenant=tenant)
+        text = Text(seq.keys, len(seq.tokens), match.num_tokens, match.full_tokens, told, is_all, tenant=_tenant(salt))
         self.keeping.begin(seq.course, text, lambda each: self._room(each, held))
         self._mark(seq)
 
@@ -198,3 +199,8 @@ class Retention:
             return
         seq.anchored_at = computed
         self._tables.seal_anchors(seq.row, self.keeping.last_boundaries(computed), seq.keys)
+
+
+def _tenant(salt: str | None) -> bytes | None:
+    """A name of 16 bytes for a salt of any length, which need not be Unicode text."""
+    return None if salt is None else blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -31,7 +31,7 @@ from core.slabs import (
     whole_slab,
 )
 from kvtier import CacheSpec, FullAttention, SlidingWindow
-from kvtier.coordinator.compactor import Compactor
+from kvtier.coordinator.compactor import MOST_LOOKS, Compactor
 from kvtier.coordinator.match import Match
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.failures import CopyNews
@@ -181,6 +181,20 @@ def test_a_slab_that_is_made_idle_keeps_its_cached_content():
     assert found(pools, A, sparse[:3]) == [True] * 3
     assert len(set(take(pools, A, 6))) == 6, "its empty blocks can be taken again"
     check_books(pools)
+
+
+def test_few_slabs_are_looked_at_for_one_that_can_be_made_idle(monkeypatch):
+    """However many the pool has: each look reads all rows, and copies may hold a block of each slab."""
+    moves, looked, movable = Moves(40), list[int](), Compactor._movable
+    slabs = [moves.sparse, moves.dense, *(whole_slab(moves.pools, A) for _ in range(38))]
+    for _, *rest in slabs:
+        free(moves.pools, A, rest)
+    monkeypatch.setattr(Compactor, "_movable", lambda self, s, pinned: looked.append(s) or movable(self, s, pinned))
+    assert not moves.compactor.make_idle(None, A)
+    assert 0 < len(looked) <= MOST_LOOKS
+    moves.set_row(0, [moves.dense[0]])
+    assert moves.compactor.make_idle(None, A)
+    check_books(moves.pools)
 
 
 def test_a_block_that_moves_is_not_held_twice():
