@@ -42,7 +42,7 @@ MUTATIONS = (
         "S4",
         "K and V stay that nobody finds, since their states have gone",
         "core/coordinator/compactor",
-        ("BlockPools.provide", "elif make_idle is None or not make_idle(int(g)):", "else:"),
+        ("BlockPools.provide", "make_idle is None or not make_idle(int(g))", "True"),
     ),
     mutation(
         "state_is_cut_one_token_early",
