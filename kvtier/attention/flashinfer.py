@@ -204,9 +204,12 @@ class FlashInfer:
         prompts = batch.fills(_tile(key.head_dim_v))
         trials = self._trials.setdefault(kernel, {})
         if prompts not in trials and not any(trials.values()):
+            self._expected |= {key, fast}
             trials[prompts] = self._differs(batch, key, fast, given, out)
         if any(trials.values()):
-            self._expected.discard(fast)
+            if fast in self._expected:  # of this group, or of another one with the same kernel
+                self._expected.remove(fast)
+                self._wrappers.drop(fast)
             return key
         self._expected |= {key, fast}
         return fast if prompts else key
@@ -227,7 +230,6 @@ class FlashInfer:
             why = f"has no memory for its trial: {problem}"
         if why:
             _log.warning("prompts stay with FlashInfer's FA2 kernels: FA3 %s", why)
-            self._wrappers.drop(fast)
         return why
 
     @torch.no_grad()

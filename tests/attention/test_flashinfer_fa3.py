@@ -158,6 +158,19 @@ def test_a_trial_without_memory_leaves_prompts_to_fa2(
     assert flash.kinds == 1
 
 
+def test_all_groups_give_up_the_wrappers_of_a_kernel_that_fails(
+    backend: Backend, small: Gpu, serve: Callable[..., Served]
+) -> None:
+    served, flash = serve([group_of("g", FULL), group_of("h", FULL)]), backend(fa3=True)
+    groups = served.cache.spec.groups
+    for step in served.steps():
+        small.wrong = lambda launch, step=step: launch.compiled.kernels == "fa3" and not of_prompts(step)
+        for group in groups:
+            batch = flash.PagedBatch.from_step(step, group, "cpu")
+            attend(flash, served, step, group, batch, 0)
+    assert {key.kernels for key in flash._wrappers._rings} == {"fa2"} and flash.kinds == 2
+
+
 def test_memory_for_fa3_is_counted_before_a_prompt_comes(
     backend: Backend, small: Gpu, serve: Callable[..., Served]
 ) -> None:
