@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from benchmarks.models import MODELS as CONFIGS
 from kvtier.attention._flashinfer_latents import LATENT_DIMS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention._flashinfer_version import installed_version, too_old
+from kvtier.attention.flashinfer import HEAD_DIMS_FA3
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.device import install_extra
@@ -54,8 +55,10 @@ class Kernel:
     sinks: bool = False
     kv_dtype: torch.dtype | None = None
     """Of K and V, where it is another."""
-    latents: str = ""
-    """FlashInfer's name of its kernels for latents (MLA): "fa2" or "fa3"."""
+    name: str = "fa2"
+    """FlashInfer's; "fa3": Hopper's own."""
+    is_latent: bool = False
+    """For latents (MLA)."""
 
 
 @dataclass(frozen=True)
@@ -76,24 +79,34 @@ def of_models(names: Iterable[str]) -> set[Kernel]:
             window = group.attention.kind is Kind.WINDOW
             sinks = config.model_type in WITH_SINKS
             found.add(Kernel(torch.bfloat16, *group.head_dims, window, sinks=sinks))
-    return found
+    return _with_fa3(found)
 
 
 def of_main_job() -> set[Kernel]:
     """Those that the bundled model runs in the main job."""
     dtype = getattr(torch, main_job.DTYPE)
     groups = CacheSpec.from_config(find_config(weights_path()), dtype=dtype).groups
-    return {Kernel(dtype, *g.head_dims, g.attention.kind is Kind.WINDOW) for g in groups}
+    return _with_fa3({Kernel(dtype, *g.head_dims, g.attention.kind is Kind.WINDOW) for g in groups})
+
+
+def _with_fa3(kernels: set[Kernel]) -> set[Kernel]:
+    """With those that Hopper tries on prompts of full groups."""
+    full = {k for k in kernels if not k.window and (k.head_dim, k.head_dim_v) in HEAD_DIMS_FA3}
+    return kernels | {replace(k, name="fa3") for k in full}
 
 
 def of_tests() -> set[Kernel]:
-    """Those that the device tests run: each variant for two shapes, windows for the other sizes, 8 bits each way."""
+    """Those that the device tests run: each variant for two shapes, windows for the other sizes, 8 bits each way.
+
+    Models have heads of 64 there; Hopper tries FA3 on them.
+    """
     found = {
         Kernel(dtype, dim, dim, window, softcap, sinks)
         for dtype, dim in ((torch.float16, 64), (torch.bfloat16, 64), (torch.bfloat16, 128))
         for window in (False, True)
         for softcap, sinks in ((False, False), (True, False), (False, True))
     }
+    found |= _with_fa3({kernel for kernel in found if (kernel.dtype, kernel.head_dim) == (torch.bfloat16, 64)})
     found |= {Kernel(torch.bfloat16, *dims, window=True) for dims in ((256, 256), (192, 128))}
     half, bfloat, fp8 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
     return (
@@ -112,7 +125,7 @@ def of_latents() -> set[Kernel]:
     """Those for latents that a GPU's own kernels are tried on: Hopper's, those of older ones, and in 8 bits."""
     bfloat, fp8 = torch.bfloat16, torch.float8_e4m3fn
     ways = (("fa3", None), ("fa2", None), ("fa3", fp8))
-    return {Kernel(bfloat, *LATENT_DIMS, window=False, kv_dtype=kv, latents=name) for name, kv in ways}
+    return {Kernel(bfloat, *LATENT_DIMS, window=False, kv_dtype=kv, name=name, is_latent=True) for name, kv in ways}
 
 
 def spec_of(kernel: Kernel | StateKernel) -> Any:
@@ -122,21 +135,23 @@ def spec_of(kernel: Kernel | StateKernel) -> Any:
         generate = importlib.import_module("flashinfer.jit.mamba").gen_selective_state_update_sm90_module
         sizes = kernel.head_dim, kernel.state_size, 1
         return generate(f32, dtype, dtype, f32, index, None, *sizes, index, torch.int64, 0)
-    if kernel.latents:
+    if kernel.is_latent:
         generate = importlib.import_module("flashinfer.jit").gen_batch_mla_module
         dtypes = kernel.dtype, kernel.kv_dtype or kernel.dtype, kernel.dtype, torch.int32
-        return generate(kernel.latents, *dtypes, kernel.head_dim, kernel.head_dim_v, False)
+        return generate(kernel.name, *dtypes, kernel.head_dim, kernel.head_dim_v, False)
     prefill = importlib.import_module("flashinfer.prefill")
     kv_dtype = kernel.kv_dtype or kernel.dtype
     if kernel.sinks:
         window = 0 if kernel.window else -1
-        key = PlanKey("", 16, 1, 1, kernel.head_dim, kernel.head_dim_v, kernel.dtype, kv_dtype, window, None, 1.0, True)
+        dims = kernel.head_dim, kernel.head_dim_v
+        key = PlanKey("", 16, 1, 1, *dims, kernel.dtype, kv_dtype, window, None, 1.0, True, kernel.name)
         options = _sink_kernel(key)
-        return prefill.gen_customize_batch_prefill_module("fa2", *options["jit_args"], **options["jit_kwargs"])
-    generate = prefill._gen_batch_prefill_primary_module
+        return prefill.gen_customize_batch_prefill_module(kernel.name, *options["jit_args"], **options["jit_kwargs"])
+    fast = kernel.name == "fa3"
+    generate = prefill.gen_batch_prefill_module if fast else prefill._gen_batch_prefill_primary_module
     dims, position = (kernel.head_dim, kernel.head_dim_v), 0
     dtypes = kernel.dtype, kv_dtype, kernel.dtype, torch.int32
-    return generate("fa2", *dtypes, *dims, position, kernel.window, kernel.softcap, False)
+    return generate(kernel.name, *dtypes, *dims, position, kernel.window, kernel.softcap, False)
 
 
 def cannot_link(kernels: Iterable[Kernel | StateKernel]) -> str:

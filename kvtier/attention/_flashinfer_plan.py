@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -315,13 +315,12 @@ class Wrappers:
             self.forget()
             self._float_workspace = _workspace(workspace_bytes, self._device)
 
-    @property
-    def kinds(self) -> int:
-        """The number of keys that eager steps have been planned for, each with a ring of its own.
+    def kinds(self, expected: Set[PlanKey]) -> int:
+        """The number of keys that eager steps have been planned for or are ``expected``, each with a ring of its own.
 
         Plans of picked keys count as so many rings as hold their wrappers.
         """
-        return len(self._rings) + (-(-PICKED_PLANS // self._ring) if self._picked else 0)
+        return len(self._rings.keys() | expected) + (-(-PICKED_PLANS // self._ring) if self._picked else 0)
 
     def forget(self) -> None:
         """Gives up the wrappers of eager steps; new ones are made when they are needed."""

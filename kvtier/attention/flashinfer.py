@@ -44,7 +44,7 @@ from kvtier.attention._flashinfer_plan import Held as Held, Key, Lane, PlanKey, 
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
-from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError
+from kvtier.machine.errors import AttentionUnavailable, ConfigError, MemoryUnavailable, StepError
 
 _log = logging.getLogger("kvtier.attention")
 
@@ -96,6 +96,8 @@ class FlashInfer:
         self._fa3 = fa3 and not batch_invariant
         self._trials: dict[PlanKey, dict[bool, str]] = {}
         """What speaks against FA3's kernels, by trials on steps of prompts (True) and on others; "": nothing."""
+        self._expected: set[PlanKey] = set()
+        """Keys that steps of prompts and others have or will have, as far as was seen since ``forget``."""
         self._batch_invariant = batch_invariant
         device = torch.device(device)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
@@ -113,11 +115,12 @@ class FlashInfer:
     @property
     def kinds(self) -> int:
         """The number of different plans that an eager step needs, as far as was seen since ``forget``."""
-        return self._wrappers.kinds
+        return self._wrappers.kinds(self._expected)
 
     def forget(self) -> None:
         """Gives up the plans of eager steps: after a trial whose kinds of plans do not come again."""
         self._wrappers.forget()
+        self._expected.clear()
 
     def most_bytes(self, kinds: int, captured: int) -> Held:
         """The memory that it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
@@ -201,22 +204,32 @@ class FlashInfer:
         prompts = batch.fills(_tile(key.head_dim_v))
         trials = self._trials.setdefault(kernel, {})
         if prompts not in trials and not any(trials.values()):
+            self._expected |= {key, fast}
             trials[prompts] = self._differs(batch, key, fast, given, out)
-        return fast if prompts and not any(trials.values()) else key
+        if any(trials.values()):
+            if fast in self._expected:  # of this group, or of another one with the same kernel
+                self._expected.remove(fast)
+                self._wrappers.drop(fast)
+            return key
+        self._expected |= {key, fast}
+        return fast if prompts else key
 
     def _differs(self, batch: batches.PagedBatch, key: PlanKey, fast: PlanKey, given: Given, out: Tensor) -> str:
         """What speaks against FA3 on this step; "": nothing. Waits for the device."""
-        own, blocks = torch.empty_like(out), given[1].shape[0]
-        self._lane(batch, key, blocks).run(batch, *given, own)
+        blocks = given[1].shape[0]
+        self._lane(batch, key, blocks).run(batch, *given, out)
         try:
-            self._lane(batch, fast, blocks).run(batch, *given, out)
-            found = float((out.float() - own.float()).norm() / own.float().norm().clamp_min(1e-12))
+            fast_out = torch.empty_like(out)
+            self._lane(batch, fast, blocks).run(batch, *given, fast_out)
+            fast_out -= out  # in place: a long prompt leaves little room
+            found = float(_norm(fast_out) / _norm(out).clamp_min(1e-12))
             why = "" if found <= _TOLERANCE else f"differs by {found:.2g}"
         except AttentionUnavailable as problem:
             why = f"does not run: {problem}"
+        except (MemoryUnavailable, torch.OutOfMemoryError) as problem:
+            why = f"has no memory for its trial: {problem}"
         if why:
             _log.warning("prompts stay with FlashInfer's FA2 kernels: FA3 %s", why)
-            self._wrappers.drop(fast)
         return why
 
     @torch.no_grad()
@@ -329,6 +342,11 @@ def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype, kv_dtype: tor
         have = str(head_dim) if head_dim == head_dim_v else f"{head_dim} with {head_dim_v}"
         return f"it computes heads of {sizes}{' over K and V in 8 bits' if narrow else ''}, not {have}"
     return None
+
+
+def _norm(x: Tensor) -> Tensor:
+    found: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
+    return found
 
 
 def _tile(head_dim_v: int) -> int:

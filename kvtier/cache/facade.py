@@ -185,8 +185,9 @@ class KVCache:
     def state(self, group: str, layer: int) -> tuple[torch.Tensor, ...]:
         """The parts of layer ``layer`` of a group of states (its index there), as strided views of the arena.
 
-        Each [usable + 1, *part.shape], in the order of ``RecurrentState.parts``; a block id indexes dim 0.
-        ``Step.group(name).states()`` says which block to read and which to write; block 0 is never written.
+        Each [usable + 2, *part.shape], in the order of ``RecurrentState.parts``; a block id indexes dim 0.
+        ``Step.group(name).states()`` says which block to read and which to write: never block 0; the last takes what
+        rows that pad a step leave.
         """
         return self._view(group, layer, "kv", "keeps keys and values: ask kv(group, layer)")
 

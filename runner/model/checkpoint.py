@@ -229,18 +229,19 @@ def weights_dtype(folder: Path, dtype: Any, device: str) -> torch.dtype | str:
 def weights_bytes(folder: Path, dtype: torch.dtype | str, *, packed: bool = True) -> int:
     """Bytes of the weights once they are read as ``dtype`` ("auto": as stored); only the files' heads are read.
 
-    ``packed``: as for ``read_model``. Raises ``ModelLoadError`` for damaged files.
+    ``packed``: as for ``read_model``. Raises ``ModelLoadError`` for damaged files, and for MXFP4 that is none.
     """
     if folder.is_file():
         assert isinstance(dtype, torch.dtype)
         return gguf.weights_bytes(folder, dtype)
-    total = 0
+    total, heads = 0, dict[str, tuple[str, list[int]]]()
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
                     tensor = tensors.get_slice(name)
                     stored = tensor.get_dtype()
+                    heads[name] = stored, tensor.get_shape()
                     bits = int((re.findall(r"\d+", stored) or [8])[0])  # of BF16, F8_E4M3, I64, BOOL
                     if isinstance(dtype, torch.dtype) and stored in _FLOATS:
                         bits = 8 * dtype.itemsize
@@ -249,6 +250,8 @@ def weights_bytes(folder: Path, dtype: torch.dtype | str, *, packed: bool = True
                     total += math.prod(tensor.get_shape()) * bits // 8
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{file} cannot be read ({_line(error)}); fetch it again") from error
+    if problem := mxfp4.damage(heads):
+        raise ModelLoadError(f"the weights in {folder} are damaged ({problem}); fetch them again")
     return total
 
 

@@ -7,6 +7,7 @@ Does not   pack weights, or read MXFP4 of other families.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +60,26 @@ def unpacked_bits(name: str, dtype: torch.dtype | str, stored: int) -> int:
     return 16 * (dtype.itemsize if isinstance(dtype, torch.dtype) else 2) if name.endswith(BLOCKS) else stored
 
 
+def damage(heads: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    """What is wrong with a checkpoint's packed weights, by their names' (dtype as files name it, shape); "": nothing.
+
+    Read as they are, numbers of another dtype would be cast, and mean something else.
+    """
+    for stem in sorted({name.removesuffix(BLOCKS).removesuffix(SCALES) for name in heads}):
+        pair = [heads.get(stem + end) for end in (BLOCKS, SCALES)]
+        if pair == [None, None]:
+            continue
+        for end, found in zip((BLOCKS, SCALES), pair, strict=True):
+            if found is None:
+                return f"{stem}{end} is missing"
+            if found[0] != "U8":
+                return f"{stem}{end} is {found[0]}, and MXFP4 is stored as U8"
+        (_, blocks), (_, scales) = ((dtype, list(shape)) for dtype, shape in filter(None, pair))
+        if blocks != [*scales, _SHARED // 2]:
+            return f"{stem}{BLOCKS} is {blocks}, which does not go with {SCALES} {scales}"
+    return ""
+
+
 def unpacked(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers [..., n, K] of uint8 blocks [..., n, K / 32, 16] and scales [..., n, K / 32].
 
@@ -88,6 +109,8 @@ class PackedExperts(nn.Module):
         self.alpha, self.limit = dense.alpha, dense.limit
         for name in _NAMES:
             experts, inner, columns = getattr(dense, f"{name}_proj").shape
+            if inner % _SHARED:
+                raise ValueError(f"{name}_proj has rows of {inner}, and MXFP4 stores multiples of {_SHARED}")
             for end, shape in ((BLOCKS, (inner // _SHARED, _SHARED // 2)), (SCALES, (inner // _SHARED,))):
                 empty = torch.empty(experts, columns, *shape, dtype=torch.uint8, device="meta")
                 self.register_parameter(name + end, nn.Parameter(empty, requires_grad=False))

@@ -229,7 +229,9 @@ class Mixer:
         state = context.spec.group(name).attention
         assert isinstance(state, RecurrentState)
         tensors, step = context.cache.state(name, index), context.states[name]
-        call = Call(self.inner, self.argument, state.parts, tensors, _others(kwargs), self.pooled)
+        lie_turned = any(part.name.startswith(_TURNED) for part in state.parts)
+        pooled = self.pooled if lie_turned == self._mixers.is_turned else None  # a cache may be of another spec
+        call = Call(self.inner, self.argument, state.parts, tensors, _others(kwargs), pooled)
         if isinstance(step, StatesOfDecode):
             out = call.decode(hidden_states.transpose(0, 1), *step.blocks).transpose(0, 1)
         elif state.parts[-1].name == INPUTS:

@@ -16,8 +16,10 @@ from attention.flashinfer_steps import CHUNK, FULL, SCALE, WINDOW, attend, group
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import Step
 from kvtier.attention import choice, flashinfer
+from kvtier.attention._flashinfer_plan import Wrappers
 from kvtier.attention.choice import Choice, Machine
 from kvtier.attention.flashinfer import FlashInfer
+from kvtier.machine.errors import MemoryUnavailable
 
 need_flashinfer()
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,6 +125,61 @@ def test_kernels_that_cannot_be_built_leave_prompts_to_fa2(
     for step in served.steps():
         assert {launch.compiled.kernels for launch in launches_of(small, flash, served, step)} == {"fa2"}
     assert caplog.text.count("FA3 does not run: FlashInfer cannot run group 'g'") == 1
+
+
+@pytest.mark.parametrize("short", ["a wrapper", "its output"])
+def test_a_trial_without_memory_leaves_prompts_to_fa2(
+    backend: Backend,
+    small: Gpu,
+    serve: Callable[..., Served],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    short: str,
+) -> None:
+    """It comes with the first prompt that is served, when pools have taken what was free."""
+    served, flash = serve([group_of("g", FULL)], requests=3), backend(fa3=True)
+
+    def make(self: Any, key: Any, buffers: Any = None) -> Any:
+        if key.kernels == "fa3":
+            raise MemoryUnavailable("no room")
+        return of(self, key, buffers)
+
+    def empty_like(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    of = Wrappers._make
+    if short == "a wrapper":
+        monkeypatch.setattr(Wrappers, "_make", make)
+    else:
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+    for step in served.steps():
+        assert {launch.compiled.kernels for launch in launches_of(small, flash, served, step)} == {"fa2"}
+    assert caplog.text.count("FA3 has no memory for its trial: no room") == 1
+    assert flash.kinds == 1
+
+
+def test_all_groups_give_up_the_wrappers_of_a_kernel_that_fails(
+    backend: Backend, small: Gpu, serve: Callable[..., Served]
+) -> None:
+    served, flash = serve([group_of("g", FULL), group_of("h", FULL)]), backend(fa3=True)
+    groups = served.cache.spec.groups
+    for step in served.steps():
+        small.wrong = lambda launch, step=step: launch.compiled.kernels == "fa3" and not of_prompts(step)
+        for group in groups:
+            batch = flash.PagedBatch.from_step(step, group, "cpu")
+            attend(flash, served, step, group, batch, 0)
+    assert {key.kernels for key in flash._wrappers._rings} == {"fa2"} and flash.kinds == 2
+
+
+def test_memory_for_fa3_is_counted_before_a_prompt_comes(
+    backend: Backend, small: Gpu, serve: Callable[..., Served]
+) -> None:
+    """The trial before pools are sized has no step of prompts, and its kernels may have been tried before."""
+    served, flash = serve([group_of("g", FULL)]), backend(fa3=True)
+    for step in served.steps():
+        flash.forget()
+        launches_of(small, flash, served, step)
+        assert flash.kinds == 2
 
 
 def test_decodes_beside_a_long_prompt_need_not_fill_their_tiles(backend: Backend, serve: Callable[..., Served]) -> None:

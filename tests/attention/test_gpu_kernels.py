@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,9 +57,9 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
     wrappers = Wrappers(torch.device("cpu"), 1 << 10, 2, split_kv=True)
     ends, page = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     indices = Indices(ends, ends, torch.ones(1, dtype=torch.int32), page)
-    if kernel.latents:
+    if kernel.is_latent:
         dims, kv = (kernel.head_dim, kernel.head_dim_v), kernel.kv_dtype or kernel.dtype
-        wrappers.eager(LatentKey("g", 16, 8, *dims, kernel.dtype, kv, 0.1, kernel.latents), wrappers, indices)
+        wrappers.eager(LatentKey("g", 16, 8, *dims, kernel.dtype, kv, 0.1, kernel.name), wrappers, indices)
         with monkeypatch.context() as patch:
             patch.setattr("flashinfer.jit.gen_batch_mla_module", lambda *args: args)
             name, *args = kernels.spec_of(kernel)
@@ -80,6 +81,7 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
         softcap=3.0 if kernel.softcap else None,
         scale=0.1,
         sinks=kernel.sinks,
+        kernels=kernel.name,
     )
     wrappers.eager(key, wrappers, indices)
     loaded = gpu.modules[-1]
@@ -87,7 +89,7 @@ def test_what_is_built_is_what_the_backend_loads(gpu: Any, kernel: Kernel, monke
         assert spec._compiled == loaded
         return
     (backend, uri, *args), how = spec
-    assert (backend, uri) == ("fa2", loaded.uri)
+    assert (backend, uri) == (kernel.name, loaded.uri)
     assert args[:4] == [loaded.dtype_q, loaded.dtype_kv, loaded.dtype_o, loaded.dtype_index]
     assert args[4:6] == [loaded.head_dim_qk, loaded.head_dim_vo]
     assert how == {"use_sliding_window": loaded.window}
@@ -102,6 +104,15 @@ def test_the_models_of_the_figures_have_kernels_with_sinks_and_for_wide_heads() 
         (256, False, False),
         (128, False, False),
     }
+
+
+def test_what_hopper_tries_on_prompts_is_built_ahead() -> None:
+    """Else it would be compiled within a run, or fail its trial where nothing can be compiled."""
+    for found in (kernels.of_models(MODELS), kernels.of_main_job()):
+        full = {k for k in found if k.name == "fa2" and not k.window}
+        assert full and {k for k in found if k.name == "fa3"} == {replace(k, name="fa3") for k in full}
+    tests = {k for k in kernels.of_tests() if k.name == "fa3" and not k.is_latent}
+    assert {(k.dtype, k.head_dim) for k in tests} == {(torch.bfloat16, 64)} and len(tests) == 3
 
 
 def test_what_is_built_for_states_is_what_a_decode_loads(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

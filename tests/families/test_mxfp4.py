@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,38 @@ def test_a_checkpoint_without_all_of_a_layer_s_experts_is_refused(
     save_file(weights, folders[0] / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadError, match="down_proj" if packed else "conversion"):
         checkpoint.read_model(folders[0], checkpoint.read_config(folders[0]), "auto", "eager", packed=packed)
+
+
+PART = "model.layers.1.mlp.experts.down_proj_"
+DAMAGED: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "no scales": ("scales", lambda x: None, "down_proj_scales is missing"),
+    "no blocks": ("blocks", lambda x: None, "down_proj_blocks is missing"),
+    "numbers, not exponents": ("scales", lambda x: x.view(torch.float8_e8m0fnu), "scales is F8_E8M0, and MXFP4"),
+    "signed blocks": ("blocks", lambda x: x.view(torch.int8), "blocks is I8, and MXFP4"),
+    "a column without scales": ("scales", lambda x: x[:, :-1].contiguous(), "does not go with _proj_scales"),
+    "a flat block": ("blocks", lambda x: x.flatten(2), "does not go with _proj_scales"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_packed_weights_that_are_none_are_refused_before_they_are_read(
+    folders: tuple[Path, Path], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers casts scales that are numbers, and answers with other weights."""
+    end, made, reason = DAMAGED[case]
+    weights = weights_of(folders[0])
+    changed = made(weights.pop(PART + end))
+    if changed is not None:
+        weights[PART + end] = changed
+    save_file(weights, folders[0] / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(checkpoint, "read_model", None)
+    with pytest.raises(ModelLoadError, match=reason):
+        HybridModel.load(folders[0])
+
+
+def test_rows_that_blocks_cannot_hold_are_refused(folders: tuple[Path, Path]) -> None:
+    """Else the rows would be cut to whole blocks."""
+    config = json.loads((folders[0] / "config.json").read_text()) | {"intermediate_size": 100}
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="down_proj has rows of 100, and MXFP4 stores multiples of 32"):
+        checkpoint.read_model(folders[0], checkpoint.read_config(folders[0]), "auto", "eager", packed=True)

@@ -82,7 +82,7 @@ def test_the_steps_over_other_pages(stage: Stage, monkeypatch: pytest.MonkeyPatc
     new_tokens, pages = layouts.room(group, rows, context, stage.chunk)
     with KVCache(CacheSpec([group]), device="meta", device_blocks={"full": pages}) as cache:
         scheduler = Scheduler(cache, stage.chunk, rows)
-        steps = layouts._steps(scheduler, rows, context, layouts.CHUNKS * stage.chunk, new_tokens)
+        steps = layouts.steps(scheduler, rows, context, layouts.CHUNKS * stage.chunk, new_tokens)
         chunk, decoded = ((what, step.num_tokens, int(step.seq_lens.min())) for what, step in steps)
         assert chunk == ("chunk of 8,192 up to 32,768 tokens", 8192, 32768)
         assert decoded[:2] == ("decode of 64 x 4,096 tokens", 64)

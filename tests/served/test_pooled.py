@@ -19,7 +19,7 @@ from patience import FOREVER_S
 from benchmarks.gpu import states
 from benchmarks.gpu.clock import HostClock
 from benchmarks.gpu.figures import Budget
-from kvtier import KVCache, Part, Request, Scheduler
+from kvtier import CacheSpec, KVCache, Part, Request, Scheduler
 from kvtier.attention.flashinfer import FlashInfer
 from kvtier.geometry.kinds import RecurrentState
 from runner.model.graphs import DecodeGraphs
@@ -138,6 +138,28 @@ def test_a_kernel_that_takes_or_leaves_a_state_elsewhere_is_not_used(
     model = load(name)
     assert "differs by" in model.pooled or "not its own" in model.pooled
     assert not model.mixers.is_turned and "recurrent0" in {part.name for part in parts_of(model)}
+
+
+def test_states_that_lie_as_transformers_has_them_go_to_its_code(
+    load: Callable[..., HybridModel], kernels: Kernels, make_cache: Any
+) -> None:
+    """In a cache of the config's spec, not of the model's: sizes are the same, and K and V would be taken for each
+    other."""
+    model = load("qwen3_5")
+    assert model.pooled == "" and model.mixers.is_turned
+    plain, logits = CacheSpec.from_config(model.config, dtype=model.dtype, block_tokens=16), []
+    for spec in (model.spec(block_tokens=16), plain):
+        cache, of = make_cache(spec, {"full": 80, "state": 24}), []
+        scheduler = Scheduler(cache, max_batched_tokens=80, max_running=ROWS)
+        scheduler.add(requests()[2])
+        kernels.launches.clear()
+        while scheduler.has_work():
+            step = scheduler.schedule()
+            of.append(model.forward(step, cache))
+            scheduler.commit(step, np.full(len(step.sample_rows), 5))
+        logits.append(torch.cat(of))
+    assert kernels.launches == []
+    assert float((logits[1] - logits[0]).norm() / logits[0].norm()) < 0.05
 
 
 REFUSED = {
