@@ -74,7 +74,8 @@ def _taken(mixers: Mixers, parts: tuple[Part, ...], device: torch.device, dtype:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     tried: dict[tuple[object, ...], str] = {}
     turned = set()
-    for module in mixers.modules:
+    module: Any
+    for module in sorted(mixers.modules, key=_layer):  # the first of a kind is tried, and no other at each load
         sort = next((sort for sort in SORTS if sort.function in _names(module)), None)
         if sort is None:
             return f"{type(module).__name__}: FlashInfer's kernels take no such recurrence"
@@ -92,6 +93,10 @@ def _taken(mixers: Mixers, parts: tuple[Part, ...], device: torch.device, dtype:
         _mixer(module).pooled = forward
     mixers.is_turned = turned.pop()
     return ""
+
+
+def _layer(module: Any) -> int:
+    return int(module.layer_idx)
 
 
 def _mixer(module: Any) -> Mixer:

@@ -84,6 +84,13 @@ MUTATIONS = (
         ("_differs", "found <= _TOLERANCE", "found <= 1e9"),
     ),
     mutation(
+        "fa3_is_not_counted_before_a_prompt_comes",
+        "I24",
+        "its wrappers find no memory once pools have taken it",
+        "attention/flashinfer_fa3",
+        ("FlashInfer.kinds", "self._wrappers.kinds(self._expected)", "self._wrappers.kinds(set())"),
+    ),
+    mutation(
         "k_scale_not_folded",
         "I24",
         "scores of scaled keys are off by their scale",

@@ -27,6 +27,13 @@ MUTATIONS = (
         ("fused.table.fuse", "users[module.weight.data_ptr()] == 1", "users[module.weight.data_ptr()] >= 1"),
     ),
     mutation(
+        "mxfp4_of_another_dtype_is_cast",
+        "I24",
+        "scales that are numbers become other exponents, and the model answers with other weights",
+        "families/mxfp4",
+        ("mxfp4.damage", 'found[0] != "U8"', 'found[0] == ""'),
+    ),
+    mutation(
         "an_expert_s_last_rows_are_left_out",
         "",
         "tokens beyond an expert's first tile get what lay in memory",

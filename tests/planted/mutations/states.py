@@ -301,6 +301,13 @@ MUTATIONS = (
         ("runner.model.compressed.OneRequest._own", 'name == "compressor"', "True"),
     ),
     mutation(
+        "kernels_take_states_as_transformers_has_them_for_turned_ones",
+        "S4",
+        "in a cache of the config's spec, decodes go on from states whose K and V have changed places",
+        "served/pooled",
+        ("Mixer.__call__", "self.pooled if lie_turned == self._mixers.is_turned else None", "self.pooled"),
+    ),
+    mutation(
         "a_token_sees_beyond_its_window",
         "I24",
         "a token sees one more than its window",
