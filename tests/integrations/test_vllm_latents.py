@@ -68,7 +68,7 @@ def test_ranks_store_each_block_once_and_load_it_from_one_memory(workers):
 def test_random_requests_read_only_what_was_written(monkeypatch, seed, faults, workers):
     engine = FakeEngine(("latents",), 24, workers, seed, faults, host_memory=6_000 + 10_000 * (seed % 2))
     random_requests(engine, seed, sized(60, 90), monkeypatch)
-    assert engine.loads + engine.preemptions > 0
+    assert engine.books.counts.stores > 0, "what a seed loads is left to chance: the tests above count it"
     assert engine.books.counts.corrupt_blocks == 0 or faults is UNKIND
 
 
