@@ -26,10 +26,10 @@ import torch
 from benchmarks.gpu import main_job
 from benchmarks.gpu.figures import Figure
 from benchmarks.models import MODELS as CONFIGS
+from kvtier.attention._flashinfer_fa3 import HEAD_DIMS as HEAD_DIMS_FA3
 from kvtier.attention._flashinfer_latents import LATENT_DIMS
 from kvtier.attention._flashinfer_plan import PlanKey, _sink_kernel
 from kvtier.attention._flashinfer_version import installed_version, too_old
-from kvtier.attention.flashinfer import HEAD_DIMS_FA3
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.device import install_extra

@@ -1,4 +1,4 @@
-"""The attention backend for CUDA: FlashInfer's paged FA2 kernels over the pools as they lie.
+"""The attention backend for CUDA: FlashInfer's paged kernels over the pools as they lie.
 
 Owns       the mapping of a step to FlashInfer's arguments: windows, virtual batches, scales, views.
 Promises   K and V are read in place (strided views of block-major pools, no copy). There is one plan a step for all
@@ -8,11 +8,7 @@ Does not   decide where blocks lie, choose itself (choice.py), or write K and V 
 
 Prefill and decode run the same kernels, FA2 with tensor cores, through BatchPrefillWithPagedKVCacheWrapper. A packed
 step mixes both anyway. The decode wrapper's CUDA-core kernels read pages from token 0 in spite of a window, and support
-some GQA ratios only.
-
-FA3, Hopper's own, takes eager steps of prompts over full groups if it may (``fa3``). It reads up to two tiles before a
-window, has no switch that fixes the split of keys, and computes a tile of 128 queries and more for each decode. Two
-trials judge it for each kernel, on steps as they come: it must give what FA2 gives.
+some GQA ratios only. Hopper's own kernels may take steps of prompts (_flashinfer_fa3.py).
 
 A window of W tokens is ``window_left = W - 1`` over tables that begin at the first page some query sees. A chunked
 group comes as virtual batches, one entry per request and chunk, under a plain causal mask. FlashInfer fixes window,
@@ -31,7 +27,6 @@ tile of queries still depends on the batch: FlashInfer picks it by the mean numb
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,14 +34,13 @@ import torch
 from torch import Tensor
 
 from kvtier.attention import _flashinfer_batch as batches, kernels
+from kvtier.attention._flashinfer_fa3 import Given, Prompts
 from kvtier.attention._flashinfer_latents import LatentKey, by_rows, cannot_run_latents, padded_heads
 from kvtier.attention._flashinfer_plan import Held as Held, Key, Lane, PlanKey, Wrappers
 from kvtier.attention.fp8 import fold_output, fold_query
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.spec import GroupSpec
-from kvtier.machine.errors import AttentionUnavailable, ConfigError, MemoryUnavailable, StepError
-
-_log = logging.getLogger("kvtier.attention")
+from kvtier.machine.errors import AttentionUnavailable, ConfigError, StepError
 
 DEFAULT_WORKSPACE_BYTES = 128 << 20
 """Size of the workspace that all wrappers share; ``workspace_bytes_for`` gives the need of a geometry."""
@@ -57,13 +51,7 @@ HEAD_DIMS_8_BITS = ((64, 64), (128, 128), (256, 256))
 """Head sizes of K and V in 8-bit floats. They are loaded in strips of 128: of a head of 192 the last 64 would be
 left out."""
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS_FA3 = ((64, 64), (128, 128), (256, 256))
-"""Head sizes of FA3's kernels for pages."""
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""What a wrapper is run with: queries, K, V, sinks."""
 RING = 2
-_TOLERANCE = 1e-2
-"""The most that the RMS of a difference between FA3's output and FA2's may be, relative."""
 _ALIGN_BYTES = 16
 _MAX_STRIDE = 2**32
 
@@ -93,15 +81,11 @@ class FlashInfer:
         fa3: bool = False,
     ) -> None:
         self.check_indices = check_indices
-        self._fa3 = fa3 and not batch_invariant
-        self._trials: dict[PlanKey, dict[bool, str]] = {}
-        """What speaks against FA3's kernels, by trials on steps of prompts (True) and on others; "": nothing."""
-        self._expected: set[PlanKey] = set()
-        """Keys that steps of prompts and others have or will have, as far as was seen since ``forget``."""
         self._batch_invariant = batch_invariant
         device = torch.device(device)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
         self._wrappers = Wrappers(device, workspace_bytes, ring, split_kv=not batch_invariant)
+        self._prompts = Prompts(self._wrappers, self._lane) if fa3 and not batch_invariant else None
         self._sound_views: set[tuple[Any, ...]] = set()
 
     def workspace_bytes(self) -> int:
@@ -115,12 +99,13 @@ class FlashInfer:
     @property
     def kinds(self) -> int:
         """The number of different plans that an eager step needs, as far as was seen since ``forget``."""
-        return self._wrappers.kinds(self._expected)
+        return self._wrappers.kinds(self._prompts.expected if self._prompts else set())
 
     def forget(self) -> None:
         """Gives up the plans of eager steps: after a trial whose kinds of plans do not come again."""
         self._wrappers.forget()
-        self._expected.clear()
+        if self._prompts:
+            self._prompts.expected.clear()
 
     def most_bytes(self, kinds: int, captured: int) -> Held:
         """The memory that it comes to hold for ``kinds`` of plans, each also for ``captured`` sizes of decode steps."""
@@ -192,45 +177,10 @@ class FlashInfer:
             return out
         logits = None if sinks is None else sinks.float().contiguous()
         given: Given = _readable(fold_query(query, k_scale)), k_cache, v_cache, logits
-        if self._fa3 and isinstance(batch, batches.PagedBatch) and _has_fa3(key, batch.group):
-            key = self._of_prompts(batch, key, given, out)
+        if self._prompts and batch.group.attention.kind is Kind.FULL:
+            key = self._prompts.key(batch, key, given, out)
         self._lane(batch, key, k_cache.shape[0]).run(batch, *given, out)
         return fold_output(out, v_scale)
-
-    def _of_prompts(self, batch: batches.PagedBatch, key: PlanKey, given: Given, out: Tensor) -> PlanKey:
-        """``key``, or FA3's for the same work, if the step is one of prompts and FA3 stands its trials."""
-        fast = key._replace(kernels="fa3")
-        kernel = fast._replace(group="", num_qo_heads=0, num_kv_heads=0, softcap=key.softcap and 1.0, scale=1.0)
-        prompts = batch.fills(_tile(key.head_dim_v))
-        trials = self._trials.setdefault(kernel, {})
-        if prompts not in trials and not any(trials.values()):
-            self._expected |= {key, fast}
-            trials[prompts] = self._differs(batch, key, fast, given, out)
-        if any(trials.values()):
-            if fast in self._expected:  # of this group, or of another one with the same kernel
-                self._expected.remove(fast)
-                self._wrappers.drop(fast)
-            return key
-        self._expected |= {key, fast}
-        return fast if prompts else key
-
-    def _differs(self, batch: batches.PagedBatch, key: PlanKey, fast: PlanKey, given: Given, out: Tensor) -> str:
-        """What speaks against FA3 on this step; "": nothing. Waits for the device."""
-        blocks = given[1].shape[0]
-        self._lane(batch, key, blocks).run(batch, *given, out)
-        try:
-            fast_out = torch.empty_like(out)
-            self._lane(batch, fast, blocks).run(batch, *given, fast_out)
-            fast_out -= out  # in place: a long prompt leaves little room
-            found = float(_norm(fast_out) / _norm(out).clamp_min(1e-12))
-            why = "" if found <= _TOLERANCE else f"differs by {found:.2g}"
-        except AttentionUnavailable as problem:
-            why = f"does not run: {problem}"
-        except (MemoryUnavailable, torch.OutOfMemoryError) as problem:
-            why = f"has no memory for its trial: {problem}"
-        if why:
-            _log.warning("prompts stay with FlashInfer's FA2 kernels: FA3 %s", why)
-        return why
 
     @torch.no_grad()
     def attend_latent(
@@ -342,21 +292,6 @@ def cannot_run(head_dim: int, head_dim_v: int, dtype: torch.dtype, kv_dtype: tor
         have = str(head_dim) if head_dim == head_dim_v else f"{head_dim} with {head_dim_v}"
         return f"it computes heads of {sizes}{' over K and V in 8 bits' if narrow else ''}, not {have}"
     return None
-
-
-def _norm(x: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(x, dtype=torch.float32)
-    return found
-
-
-def _tile(head_dim_v: int) -> int:
-    """Queries of one head that a thread block of FA3 computes at once."""
-    return 192 if head_dim_v == 64 else 128
-
-
-def _has_fa3(key: PlanKey, group: GroupSpec) -> bool:
-    sizes = key.head_dim, key.head_dim_v
-    return group.attention.kind is Kind.FULL and key.q_dtype is key.kv_dtype and sizes in HEAD_DIMS_FA3
 
 
 def check_views(k: Tensor, v: Tensor) -> None:

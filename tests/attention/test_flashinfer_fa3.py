@@ -15,7 +15,8 @@ from attention.flashinfer_standin import Gpu, Launch
 from attention.flashinfer_steps import CHUNK, FULL, SCALE, WINDOW, attend, group_of
 from attention.served_steps import HEADS, Served, assert_close, expected
 from kvtier import Step
-from kvtier.attention import choice, flashinfer
+from kvtier.attention import _flashinfer_fa3, choice
+from kvtier.attention._flashinfer_batch import PagedBatch
 from kvtier.attention._flashinfer_plan import Wrappers
 from kvtier.attention.choice import Choice, Machine
 from kvtier.attention.flashinfer import FlashInfer
@@ -30,7 +31,7 @@ TILE = 8
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> Gpu:
     """Kernels of small tiles, on a stream that is never late: a trial waits for it."""
-    monkeypatch.setattr(flashinfer, "_tile", lambda head_dim_v: TILE)
+    monkeypatch.setattr(_flashinfer_fa3, "_tile", lambda head_dim_v: TILE)
     gpu.late = False
     return gpu
 
@@ -184,7 +185,7 @@ def test_memory_for_fa3_is_counted_before_a_prompt_comes(
 
 def test_decodes_beside_a_long_prompt_need_not_fill_their_tiles(backend: Backend, serve: Callable[..., Served]) -> None:
     """They cost a tile each: of their own keys, not of the prompt's."""
-    batch = flashinfer.batches.PagedBatch(group_of("g", FULL), "cpu")
+    batch = PagedBatch(group_of("g", FULL), "cpu")
     for decodes, pages, fills in ((0, 0, True), (100, 4, True), (100, 400, False)):
         queries, keys = [4096, *[1] * decodes], [1024, *[pages] * decodes]
         starts = (np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (queries, keys))

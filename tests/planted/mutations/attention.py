@@ -88,7 +88,7 @@ MUTATIONS = (
         "I24",
         "its wrappers find no memory once pools have taken it",
         "attention/flashinfer_fa3",
-        ("FlashInfer.kinds", "self._wrappers.kinds(self._expected)", "self._wrappers.kinds(set())"),
+        ("FlashInfer.kinds", "self._prompts.expected if self._prompts else set()", "set()"),
     ),
     mutation(
         "k_scale_not_folded",
