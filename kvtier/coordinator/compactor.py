@@ -87,9 +87,10 @@ class Compactor:
         The slab's cached content stays. ``pinned`` as in ``empty_slab``.
         """
         meta, slabs = self._pools.arrays.meta, self._pools.arrays.slabs
+        if self._pools.clean[g] < meta[g, Col.PER_SLAB]:  # what is held would find no room in other slabs
+            return False
         spare = slabs[:, SlabCol.EMPTY] + slabs[:, SlabCol.CACHED]
         is_still = (slabs[:, SlabCol.OWNER] == g) & (slabs[:, SlabCol.STUCK] + slabs[:, SlabCol.FENCES] == 0)
-        is_still &= meta[g, Col.PER_SLAB] - spare <= self._pools.clean[g] - spare  # there is room elsewhere
         still = np.flatnonzero(is_still)
         for s in still[np.argsort(-spare[still], kind="stable")][:MOST_LOOKS].tolist():
             lists = self._movable(s, pinned)
