@@ -1,6 +1,6 @@
-"""Serving, measured beside transformers' own ``generate`` and continuous batching, and beside llama.cpp.
+"""Serving, measured beside transformers' own ``generate`` and continuous batching, vLLM and llama.cpp.
 
-    python -m benchmarks.serving [--model PATH] [--json OUT] [--llama]
+    python -m benchmarks.serving [--model PATH] [--json OUT] [--llama] [--vllm PYTHON]
 
 One thread of torch, float32, greedy. Seconds are CPU seconds of the process that serves: another program on the machine
 makes wall times longer, and these hardly. Each row is served by all in turn; medians of ``--repeats``.
@@ -44,6 +44,7 @@ from benchmarks.serving.subjects import (
     cpu_seconds,
     note,
     transformers_model,
+    vllm,
 )
 from runner.model.place import find_gguf
 from runner.needle import weights_path
@@ -61,6 +62,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--llama", action="store_true", help="also llama.cpp, on the same GGUF's weights; needs "
                         "xllamacpp from the package index")  # fmt: skip
+    parser.add_argument("--vllm", metavar="PYTHON", help="also the vLLM of that Python")
+    parser.add_argument("--without", nargs="+", default=[], choices=("generate", "generate_batch"),
+                        help="leave out these two of transformers")  # fmt: skip
     parser.add_argument("--no-overhead", action="store_true", help="leave out what a token costs beside the model")
     parser.add_argument("--json", type=Path, help="write the figures there, with machine and commit")
     args = parser.parse_args()
@@ -72,8 +76,10 @@ def main() -> int:
     if args.llama and file is None:
         parser.error("--llama needs a GGUF file as --model")
     rows = []
-    with nullcontext() if file is None else unpacked(file) as float32:
-        subjects = _subjects(path) + ([] if float32 is None else [Llama(float32)])
+    model = transformers_model(path)
+    with nullcontext() if file is None else unpacked(file) as float32, vllm(args.vllm, model) as theirs:
+        subjects = _subjects(path, model, args.without) + theirs
+        subjects += [] if float32 is None else [Llama(float32)]
         vocabulary = subjects[0].llm.model.vocab_size  # type: ignore[attr-defined]
         for row in _rows(subjects, args, vocabulary):
             note(f"{row['what']}: {row['median']}")
@@ -87,16 +93,18 @@ def main() -> int:
     return 0
 
 
-def _subjects(path: Path) -> list[Subject]:
+def _subjects(path: Path, model: Any, without: Sequence[str]) -> list[Subject]:
     """All who can serve the model; who cannot is left out, with the reason on stderr."""
-    model = transformers_model(path)
-    subjects: list[Subject] = [Kvtier(path, 256, "1GiB", "1GiB"), Generate(model)]
-    continuous = Continuous(model)
-    try:
-        continuous.serve([[5, 6, 7]], 2)
-        subjects.append(continuous)
-    except Exception as problem:
-        note(f"{continuous.name} cannot serve it: {type(problem).__name__}: {problem}")
+    subjects: list[Subject] = [Kvtier(path, 256, "1GiB", "1GiB")]
+    if "generate" not in without:
+        subjects.append(Generate(model))
+    if "generate_batch" not in without:
+        continuous = Continuous(model)
+        try:
+            continuous.serve([[5, 6, 7]], 2)
+            subjects.append(continuous)
+        except Exception as problem:
+            note(f"{continuous.name} cannot serve it: {type(problem).__name__}: {problem}")
     return subjects
 
 
@@ -134,14 +142,14 @@ def _cold_of(fresh: Fresh, running: int, new: int, subject: Subject) -> tuple[fl
 
 
 def _first_of(fresh: Fresh, length: int, subject: Subject) -> float:
-    return subject.first_token_s(fresh(1, length)[0])
+    return cpu_seconds(lambda: subject.serve(fresh(1, length), 1), subject.clock)
 
 
 def _cold(subject: Subject, prompts: Prompts, new: int) -> tuple[float, float]:
     """CPU seconds of all tokens, and of the first ones alone, of prompts of equal length."""
-    whole = cpu_seconds(lambda: subject.serve(prompts, new))
+    whole = cpu_seconds(lambda: subject.serve(prompts, new), subject.clock)
     others = [prompt[::-1] for prompt in prompts]
-    return whole, cpu_seconds(lambda: subject.serve(others, 1))
+    return whole, cpu_seconds(lambda: subject.serve(others, 1), subject.clock)
 
 
 def _turns(subject: Subject, beginnings: Prompts, questions: Prompts, turns: int, new: int) -> float:
@@ -153,7 +161,7 @@ def _turns(subject: Subject, beginnings: Prompts, questions: Prompts, turns: int
             for text, answer in zip(texts, subject.serve(texts, new), strict=True):
                 text += answer
 
-    return cpu_seconds(talk)
+    return cpu_seconds(talk, subject.clock)
 
 
 def _in_turn(subjects: Sequence[Subject], repeats: int, work: Callable[[Subject], Any]) -> dict[str, list[Any]]:

@@ -7,6 +7,7 @@ would be other weights: kvtier and transformers unpack them.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.subjects import Prompts, cpu_seconds
+from benchmarks.serving.subjects import Prompts
 
 MOST_TOGETHER = 64
 MOST_TOKENS = 36_864
@@ -28,6 +29,7 @@ class Llama:
     """llama.cpp's server without its HTTP; what is in a slot from before is found again."""
 
     name = "llama.cpp"
+    clock = staticmethod(time.process_time)
 
     def __init__(self, file: Path) -> None:
         """``file``: with weights in float32. Raises ``ImportError`` without ``xllamacpp``."""
@@ -54,10 +56,6 @@ class Llama:
             return tokens
 
         return list(self._askers.map(ask, prompts))
-
-    def first_token_s(self, prompt: list[int]) -> float:
-        """CPU seconds to the first token."""
-        return cpu_seconds(lambda: self.serve([prompt], 1))
 
 
 @contextmanager

@@ -1,15 +1,20 @@
-"""Who serves: kvtier, and transformers' two ways. Each takes token ids and gives token ids, greedily, EOS ignored."""
+"""Who serves: kvtier, transformers' two ways, vLLM. Each takes token ids and gives token ids, greedily, EOS ignored."""
 
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from runner import LLM, SamplingParams
@@ -26,14 +31,15 @@ class Subject(Protocol):
     def serve(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
         """The new tokens of each prompt, all served together."""
 
-    def first_token_s(self, prompt: list[int]) -> float:
-        """CPU seconds to the first token of one prompt that was never seen."""
+    def clock(self) -> float:
+        """CPU seconds of the process that serves, all its threads."""
 
 
 class Kvtier:
     """``LLM``, with whatever is cached from before."""
 
     name = "kvtier"
+    clock = staticmethod(time.process_time)
 
     def __init__(self, model: Path, max_running: int, device_memory: Any, host_memory: Any) -> None:
         self.llm = LLM(model, "cpu", device_memory, host_memory, max_running=max_running, dtype="float32")
@@ -46,14 +52,12 @@ class Kvtier:
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
         return [output.token_ids for output in self.llm.generate(list(prompts), params, use_tqdm=False)]
 
-    def first_token_s(self, prompt: list[int]) -> float:
-        return cpu_seconds(lambda: self.serve([prompt], 1))
-
 
 class Generate:
     """``generate`` of a padded batch, with transformers' own cache; nothing is kept between calls."""
 
     name = "transformers generate"
+    clock = staticmethod(time.process_time)
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -69,14 +73,12 @@ class Generate:
             out = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=_greedy(new_tokens))
         return [row[longest:].tolist() for row in out]
 
-    def first_token_s(self, prompt: list[int]) -> float:
-        return cpu_seconds(lambda: self.serve([prompt], 1))
-
 
 class Continuous:
     """``generate_batch``, transformers' continuous batching over its paged cache."""
 
     name = "transformers generate_batch"
+    clock = staticmethod(time.process_time)
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -86,9 +88,6 @@ class Continuous:
             done = self._model.generate_batch([*prompts], generation_config=_greedy(new_tokens), warmup=False)
         rows = sorted(done.values(), key=lambda output: int("".join(filter(str.isdigit, output.request_id)) or 0))
         return [output.generated_tokens for output in rows]
-
-    def first_token_s(self, prompt: list[int]) -> float:
-        return cpu_seconds(lambda: self.serve([prompt], 1))
 
 
 def transformers_model(path: Path) -> Any:
@@ -101,12 +100,58 @@ def transformers_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Of this process, all its threads."""
+class Vllm:
+    """The vLLM of another Python, in a process of its own, with its prefix cache."""
+
+    name = "vLLM"
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.vllm.serving", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._clock = 0.0
+
+    def serve(self, prompts: Prompts, new_tokens: int) -> list[list[int]]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([prompts, new_tokens]), file=self._process.stdin, flush=True)
+        tokens: list[list[int]]
+        tokens, self._clock = json.loads(self._process.stdout.readline())
+        return tokens
+
+    def clock(self) -> float:
+        return self._clock
+
+
+@contextmanager
+def vllm(python: str | None, model: Any) -> Iterator[list[Subject]]:
+    """The vLLM of ``python`` with the weights of transformers' ``model``, until the end; nobody if there is none."""
+    if python is None:
+        yield []
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tied = set(model.all_tied_weights_keys)
+        weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        config.pop("quantization_config", None)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        subject = Vllm(python, Path(folder))
+        try:
+            yield [subject]
+        finally:
+            subject._process.kill()
+            subject._process.wait()
+
+
+def cpu_seconds(work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    """What ``work`` takes by ``clock``, a subject's or that of this process."""
     gc.collect()
-    begun = time.process_time()
+    begun = clock()
     work()
-    return time.process_time() - begun
+    return clock() - begun
 
 
 def _greedy(new_tokens: int) -> GenerationConfig:

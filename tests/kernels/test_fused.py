@@ -249,7 +249,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "is_faster", lambda: True)
 
 
-@pytest.mark.parametrize("inner", [64, 640, 2048])
+@pytest.mark.parametrize("inner", [64, 640, 2048, 4096])
 def test_a_row_has_the_same_bits_alone_and_among_others(faster: None, inner: int) -> None:
     layer = nn.Linear(inner, 96).requires_grad_(False)
     forward, x = linears.fused(layer), torch.randn(1, 300, inner)

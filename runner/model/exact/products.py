@@ -1,6 +1,6 @@
 """What a module computes beside linear layers, in the exact way: products with weights, and elementwise functions.
 
-Promises   inside ``exactly`` a row of a product with weights is computed as one of at least two, by oneDNN. No element
+Promises   inside ``exactly`` a row of a product with weights is computed as one of several, by oneDNN. No element
            of an elementwise function is among the last of a thread's share of an array, which torch computes by other
            code.
 Does not   judge: ``trial`` does.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from runner.model.fused.linears import pack, product
+from runner.model.fused.linears import few, least_rows, pack, product
 
 _STEP = 64
 """Elements; a multiple of what torch computes at once."""
@@ -79,9 +79,9 @@ class Weights:
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], weight.shape[0])
         rows = x.reshape(-1, x.shape[-1])
-        many = rows if len(rows) > 1 else rows.expand(2, -1)
-        out = product(many.contiguous(), self._for_products(weight), None)
-        return out[: len(rows)].reshape(*x.shape[:-1], -1)
+        packed, least = self._for_products(weight), least_rows(weight)
+        out = few(rows, packed, None, least) if len(rows) < least else product(rows.contiguous(), packed, None)
+        return out.reshape(*x.shape[:-1], -1)
 
     def _for_products(self, weight: Tensor) -> Tensor:
         """``weight`` packed, if it is one of the model's; what was computed is used once."""
