@@ -59,7 +59,8 @@ def random_config(rnd: random.Random, seed: int, has_remote: bool | None = None)
         groups[f"{kind} {i}"] = (kind, span, bt, rnd.randint(2, 12), host)
     assert set(kinds) <= set(KINDS)
     room = [12, 40, 80] if has_remote else [4, 12, 40]
-    slabs = (rnd.randint(3, 14), rnd.choice(room)) if rnd.random() < 0.4 else None
+    shares = 0.7 if "state" in kinds else 0.4  # pools of states take slabs in which others have blocks in use
+    slabs = (rnd.randint(3, 14), rnd.choice(room)) if rnd.random() < shares else None
     return Config(
         groups,
         host=rnd.random() < 0.9 or has_remote,
