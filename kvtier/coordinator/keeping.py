@@ -54,6 +54,8 @@ class Course:
     """From here on they stay, for hits shortly before the prompt's end."""
     reach: int = 0
     """So long before the prompt's end others are expected to part from it, if nothing like it was there."""
+    behind_to: int = 0
+    """Up to here windows stay as they pass: others are expected to part from it too, behind the stem that it found."""
     cold_from: int = 0
     cold_to: int = 0
     """Windows' content between these two is superseded."""
@@ -143,6 +145,9 @@ class Keeping:
         goes_on = is_new and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.kept, course.has_begun = hit, set(), True
         course.cold_from, course.cold_to = hit, self._name_passing(course, last)
+        course.behind_to = 0
+        if is_new and self._local:
+            self._name_behind(course, last)
         if text.told:
             self._tell(course, text)
         course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
@@ -196,12 +201,24 @@ class Keeping:
             return max(hit, self._needed(course, last))
         return hit
 
+    def _name_behind(self, course: Course, last: int) -> None:
+        """Decides how far behind its stem windows stay."""
+        before, hit = course.before, course.begun_with
+        if before is None or not before.shared or before.goes_on:
+            return
+        behind = self.returns.partings.behind(self.sizes.slack)
+        if behind:
+            course.named_from, course.behind_to = hit, hit + behind
+            course.cold_from = min(course.behind_to, max(hit, self._needed(course, last)))
+            course.cold_to = max(course.cold_from, course.cold_to)
+
     def _tail(self, course: Course, hit: int) -> int:
         """Where the text's tail begins, what comes behind its stem, if no end pays in its app; else NEVER."""
         stem, pays = course.before.stem if course.before is not None else 0, self.boundaries.pays
         if not stem or pays(End.PROMPT, course.app) or pays(End.ANSWER, course.app):
             return NEVER
-        return max(hit, stem * self._unit)
+        behind = self.returns.partings.behind(self.sizes.full(SLACK))
+        return max(hit, stem * self._unit + behind)
 
     def _missed(self, course: Course, text: Text, full: int, last: int) -> Found | None:
         """Where the text would have been found, if no content had gone that it goes on from."""

@@ -11,7 +11,9 @@ Both are measured in tokens found for a byte:
 The best reach is kept, if a byte finds LEAST times as much as one of the whole cache. Only what use alone would have
 kept counts as found: one who comes back too late finds nothing.
 
-A *new* text has nothing in common with earlier ones. Of others it is known where they part from each other.
+A *new* text has nothing in common with earlier ones. Of others it is known where they part from each other. One more
+may part from them a little later: a document behind a system prompt, asked about again. How far *behind* a stem content
+stays is measured in the same way.
 
 Owns       fading sums: tokens found of new texts by distance from their end, of all texts, and the bytes of both.
 Promises   pure: no table, no pool, no clock. What is decided does not change what is measured.
@@ -19,6 +21,8 @@ Does not   know blocks, nor names: ``Returns`` tells it what came back.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,24 +47,30 @@ class Partings:
         # tokens found of new texts, by the shortest reach that finds them and, last, at their ends; tokens found of
         # all texts; bytes of all texts; new texts, and their bytes
         self._sums = np.zeros(REACHES + 5)
+        # tokens found behind stems, by the shortest distance that finds them; texts that are not new
+        self._behind = np.zeros(REACHES + 1)
 
     def begin(self, size: float, is_new: bool) -> None:
         """A text of so many bytes begins."""
         self._sums *= FADES
+        self._behind *= FADES
+        self._behind[-1] += not is_new
         self._sums[-3] += size
         if is_new:
             self._sums[-2:] += 1.0, size
 
-    def find(self, tokens: int, early: int, of_new: bool) -> None:
+    def find(self, tokens: int, early: int, of_new: bool, behind: int = 0) -> None:
         """A text begins with so many tokens of an earlier one, which use alone would have kept.
 
         ``early``: where it parts from that one, in tokens before the end of its prompt; 0 for its ends, and where
-        somebody has parted before. ``of_new``: the earlier one was a new text.
+        somebody has parted before. ``of_new``: the earlier one was a new text. ``behind``: else, where it parts from
+        that one, in tokens behind what that one had in common with others; 0 at its ends.
         """
         self._sums[REACHES + 1] += tokens
+        if behind and (octave := _octave(behind)) < REACHES:
+            self._behind[octave] += behind
         if of_new:
-            octave = (early - 1) // SLACK
-            self._sums[min(REACHES, octave.bit_length()) if early else REACHES] += tokens
+            self._sums[min(REACHES, _octave(early)) if early else REACHES] += tokens
 
     def reach(self, slack_bytes: float) -> int:
         """The reach of a new text that begins now, in tokens; 0 if it does not pay. ``slack_bytes``: what SLACK tokens
@@ -68,10 +78,35 @@ class Partings:
         *early, at_ends, found, size, count, new_size = self._sums.tolist()
         if not count or not slack_bytes:
             return 0
-        best, reach, sum_found = max(at_ends / new_size, LEAST * found / size), 0, at_ends
-        for k, tokens in enumerate(early):
-            sum_found += tokens
-            value = sum_found / (new_size / count + slack_bytes * 2**k) / (count + DOUBT)
-            if value > best:
-                best, reach = value, SLACK << k
-        return reach
+        least = max(at_ends / new_size, LEAST * found / size)
+        return _best(early, at_ends, new_size / count, slack_bytes, count, least)
+
+    def behind(self, slack_bytes: float) -> int:
+        """How many tokens behind its stem a text's content stays, for others who part from it there; 0 if it does not
+        pay. ``slack_bytes``: what SLACK tokens of it take.
+        """
+        *found, count = self._behind.tolist()
+        if not count or not slack_bytes:
+            return 0
+        least = LEAST * float(self._sums[REACHES + 1]) / float(self._sums[-3])
+        return _best(found, 0.0, 0.0, slack_bytes, count, least)
+
+
+def _octave(tokens: int) -> int:
+    """Of the least reach that has so many tokens."""
+    return ((tokens - 1) // SLACK).bit_length()
+
+
+def _best(found: Sequence[float], always: float, each: float, slack_bytes: float, count: float, least: float) -> int:
+    """The reach that finds most for a byte, if that is more than ``least``.
+
+    found[k]: tokens found with a reach of SLACK << k and none shorter, ``always``: with any. ``each``: bytes of one of
+    ``count`` texts without a reach.
+    """
+    best, reach, sum_found = least, 0, always
+    for k, tokens in enumerate(found):
+        sum_found += tokens
+        value = sum_found / (each + slack_bytes * 2**k) / (count + DOUBT)
+        if value > best:
+            best, reach = value, SLACK << k
+    return reach

@@ -103,7 +103,8 @@ class Retention:
         """Tokens up to ``end``, which is beyond ``named_from``, are computed: names what windows let go of and hits may
         need.
 
-        From ``slack_from`` on, shortly before the prompt's end, that is all. Before that, it is superseded content.
+        Up to ``behind_to``, and from ``slack_from`` on, shortly before the prompt's end, that is all. Between the two
+        it is superseded content.
         """
         course, lo = seq.course, self._tables.arrays.lo[:, seq.row]
         anchor = (end - 1) // self._spec.hit_tokens * self._spec.hit_tokens
@@ -113,9 +114,10 @@ class Retention:
                 first, passed = max(int(lo[g]), course.cold_from // bt), min(course.cold_to, see(anchor)) // bt
                 if passed > first and self._pools.num_spare(g) >= passed - first:
                     self._tables.seal(seq.row, g, first, passed, seq.keys, is_told=False)
-                if end > course.slack_from:
-                    first = max(int(lo[g]), course.slack_from // bt)
-                    self._tables.seal(seq.row, g, first, end // bt, seq.keys)
+                for start, stop in ((course.begun_with, course.behind_to), (course.slack_from, end)):
+                    first, last = max(int(lo[g]), start // bt), min(stop, end) // bt
+                    if first < last:
+                        self._tables.seal(seq.row, g, first, last, seq.keys)
 
     def seal_prompt(self, seq: Tracked, end: int) -> None:
         """All ``end`` known tokens are computed, and the request decodes from here on: names the blocks of hits at

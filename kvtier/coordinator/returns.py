@@ -115,6 +115,8 @@ class Before(NamedTuple):
     """The two part so many tokens before the end of the text's prompt, where nobody was known to; else 0."""
     of_new: bool = False
     """The text had nothing in common with earlier ones."""
+    behind: int = 0
+    """Else, the two part so many tokens behind what it had in common; 0 if the request goes on from it."""
 
     @property
     def stem(self) -> int:
@@ -191,7 +193,7 @@ class Returns:
             self._recent += 1
             self._found[_bin_of(distance)] += units
             if fits:
-                self.partings.find(units * self._unit, before.early, before.of_new)
+                self.partings.find(units * self._unit, before.early, before.of_new, before.behind)
         return not is_there and not fits and self._keeps_some(capacity) and not self._wins(keys), before
 
     def known(self, keys: KeyArray) -> Before:
@@ -212,8 +214,10 @@ class Returns:
         goes_on = prompt - self._slack <= units <= prompt or units >= end - max(1, 2 * self._slack)  # newer names may
         goes_on = goes_on and units > int(self._common[text % TEXTS])  # have taken the last places
         stem, early = int(self._stem[text % TEXTS]), max(0, prompt - units) * self._unit
-        early = early if units > int(self._common[text % TEXTS]) else 0
-        return Before(text, units, goes_on, stem if goes_on else units, early, of_new=not stem)
+        common = int(self._common[text % TEXTS])
+        early = early if units > common else 0
+        behind = 0 if goes_on or not common else max(0, units - common) * self._unit
+        return Before(text, units, goes_on, stem if goes_on else units, early, not stem, behind)
 
     def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
         """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""

@@ -135,6 +135,7 @@ def test_a_process_that_dies_is_made_anew(compiler: GrammarCompiler, others: set
     (process,) = set(processes(os.getpid())) - others
     maps = Path(f"/proc/{process}/maps").read_text()
     assert "xgrammar" in maps and "libtorch" not in maps
+    until(lambda: not children(), "the first has said its grammar, and ends")
     waiting = compiler.begin(bomb(0))
     until(children, "it is being compiled")
     os.kill(children()[0], signal.SIGKILL)

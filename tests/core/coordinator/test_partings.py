@@ -80,6 +80,36 @@ def test_what_was_long_ago_is_forgotten() -> None:
     assert known.reach(5.0) == 0
 
 
+def behind(tokens: int, times: int = 40, size: float = 100.0) -> Partings:
+    """Texts that share a stem, each of which another one goes on with for ``tokens`` tokens more."""
+    known = Partings()
+    for _ in range(times):
+        known.begin(size, is_new=False)
+        known.find(100, 0, of_new=False)
+        known.begin(size, is_new=False)
+        known.find(100 + tokens, 0, of_new=False, behind=tokens)
+    return known
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(1, 1), (SLACK, 1), (SLACK + 1, 2), (32 * SLACK, 32)])
+def test_content_behind_a_stem_stays_as_far_as_others_find_it(tokens: int, kept: int) -> None:
+    assert behind(tokens).behind(1.0) == kept * SLACK
+    assert behind(tokens).reach(1.0) == 0, "these are no new texts"
+
+
+def test_content_behind_a_stem_must_be_worth_its_bytes() -> None:
+    assert Partings().behind(1.0) == 0
+    assert behind(SLACK).behind(0.0) == 0, "no windows"
+    assert behind(2 * SLACK * 2 ** (REACHES - 1)).behind(1.0) == 0, "too far behind"
+    assert behind(SLACK).behind(50.0) == SLACK
+    assert behind(SLACK).behind(200.0) == 0, "a byte of the cache finds more"
+    known = behind(SLACK)
+    for _ in range(500):
+        known.begin(100.0, is_new=False)
+        known.find(100, 0, of_new=False)
+    assert known.behind(50.0) == 0, "long ago"
+
+
 def test_windows_alone_have_a_reach() -> None:
     def slack(**groups: object) -> float:
         return TextBytes(canary_spec(groups).groups).slack  # type: ignore[arg-type]
