@@ -54,8 +54,9 @@ class Course:
     """From here on they stay, for hits shortly before the prompt's end."""
     reach: int = 0
     """So long before the prompt's end others are expected to part from it, if nothing like it was there."""
+    behind_from: int = 0
     behind_to: int = 0
-    """Up to here windows stay as they pass: others are expected to part from it too, behind the stem that it found."""
+    """Between these windows stay as they pass: others are expected to part from it too, behind its stem."""
     cold_from: int = 0
     cold_to: int = 0
     """Windows' content between these two is superseded."""
@@ -208,7 +209,9 @@ class Keeping:
             return
         behind = self.returns.partings.behind(self.sizes.slack)
         if behind:
-            course.named_from, course.behind_to = hit, hit + behind
+            start = max(hit, before.stem * self._unit)
+            course.named_from, course.behind_from = min(course.named_from, start), start
+            course.behind_to = start + behind
             course.cold_from = min(course.behind_to, max(hit, self._needed(course, last)))
             course.cold_to = max(course.cold_from, course.cold_to)
 

@@ -114,7 +114,7 @@ class Retention:
                 first, passed = max(int(lo[g]), course.cold_from // bt), min(course.cold_to, see(anchor)) // bt
                 if passed > first and self._pools.num_spare(g) >= passed - first:
                     self._tables.seal(seq.row, g, first, passed, seq.keys, is_told=False)
-                for start, stop in ((course.begun_with, course.behind_to), (course.slack_from, end)):
+                for start, stop in ((course.behind_from, course.behind_to), (course.slack_from, end)):
                     first, last = max(int(lo[g]), start // bt), min(stop, end) // bt
                     if first < last:
                         self._tables.seal(seq.row, g, first, last, seq.keys)

@@ -177,6 +177,19 @@ def test_what_others_teach_of_partings_takes_nothing_from_what_stays(monkeypatch
     assert story(SLACK)[0].slack_from < story(0)[0].slack_from, "something was taught"
 
 
+def test_content_behind_a_stem_stays_for_a_while(monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": False)
+    monkeypatch.setattr(Partings, "behind", lambda self, slack_bytes: SLACK)
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    texts = [turn(keeping, [*([1] * 80), *([2 + k] * 300)], hit, 0) for k, hit in enumerate([0, 0, 80])]
+    new, second, third = [text.course for text in texts]
+    assert (new.behind_to, second.behind_to, third.behind_to) == (0, 80 + SLACK, 80 + SLACK)
+    assert third.named_from == 80 and third.cold_from == 80 + SLACK
+    assert third.gone_from == 80 + SLACK, "full blocks too"
+    keeping.begin(third, Text(texts[2].keys, 380, 120, 120), lambda _: 1e9)
+    assert third.behind_to == 0, "it comes back, and finds what it has left itself"
+
+
 def test_the_end_of_a_prompt_that_others_have_wanted_stays_though_such_ends_do_not_pay(monkeypatch):
     monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.ANSWER)
     keeping = Keeping(SPEC.groups, UNIT, HASH)

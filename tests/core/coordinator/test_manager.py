@@ -109,6 +109,27 @@ def test_what_was_pushed_out_comes_back_from_the_host(make):
     assert run(manager, canary, sequence).token_ids == expected_tokens(SPEC, prompt(0, 21), 4)
 
 
+def test_a_sequence_waits_for_a_prefix_that_another_one_brings(make):
+    cache, manager, canary = make(blocks=12, faults=Faults(max_delay_s=4.0))
+    for k in range(6):
+        run(manager, canary, start(manager, canary, Request(f"a{k}", prompt(k, 21), 2)))
+    settle(cache, manager)
+    requests = [Request(name, prompt(0, 21), 4) for name in "bc"]
+    first, second = [manager.open(request) for request in requests]
+    assert manager.start(first) is None
+    assert first.is_loading
+    assert manager.match(second).is_pending
+    assert manager.start(second) == Shortage({}), "it would compute what is on its way"
+    while first.is_loading:
+        manager.wait(1.0)
+        manager.poll()
+    assert manager.start(second) is None
+    assert second.cached_tokens == {"device": 20, "host": 0}
+    for request, sequence in zip(requests, (first, second), strict=True):
+        canary.add(request)
+        assert run(manager, canary, sequence).token_ids == expected_tokens(SPEC, prompt(0, 21), 4)
+
+
 def test_blocks_are_given_to_all_sequences_or_to_none(make):
     cache, manager, canary = make(blocks=8, host=8)
     sequences = [start(manager, canary, Request(f"{k}", prompt(k, 20), 2)) for k in range(2)]

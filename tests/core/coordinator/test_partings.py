@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from core.driving import prompt
 from kvtier import FullAttention, GroupSpec, Part, RecurrentState, SlidingWindow
+from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.coordinator.partings import REACHES, SLACK, Partings
 from kvtier.coordinator.returns import TextBytes
 from kvtier.testing import canary_spec
@@ -108,6 +110,19 @@ def test_content_behind_a_stem_must_be_worth_its_bytes() -> None:
         known.begin(100.0, is_new=False)
         known.find(100, 0, of_new=False)
     assert known.behind(50.0) == 0, "long ago"
+
+
+@pytest.mark.parametrize("kept", [0, SLACK])
+def test_a_document_behind_a_system_prompt_is_found_as_far_as_it_is_kept(make_serving, monkeypatch, kept: int) -> None:
+    monkeypatch.setattr(Partings, "behind", lambda self, slack_bytes: kept)
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.PROMPT)
+    serving = make_serving(canary_spec({"full": (FullAttention(), 4), "near": (SlidingWindow(8), 4)}), 400, 400)
+    system, document = prompt(0, 40), prompt(1, 48)
+    for number, text in enumerate([prompt(2, 200), [*document, *prompt(3, 200)], [*document, *prompt(4, 40)]]):
+        serving.serve(f"{number}", [*system, *text], 1)
+    found = serving.finished["2"].cached_tokens["device"]
+    assert found == (88 if kept else 40), "two have parted behind the system prompt, the third 48 tokens later"
+    assert serving.cache.audit() == []
 
 
 def test_windows_alone_have_a_reach() -> None:

@@ -141,7 +141,8 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
     assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == at_an_answer_s_end
     for cut, goes_on in (12, True), (13, True), (14, True), (15, True), (11, False):
         before = known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1]
-        assert before == Before(1, cut, goes_on, 10 if goes_on else cut, early=max(0, 13 - cut) * SLACK)
+        stem, behind = (10, 0) if goes_on else (cut, (cut - 10) * SLACK)
+        assert before == Before(1, cut, goes_on, stem, early=max(0, 13 - cut) * SLACK, behind=behind)
 
 
 def test_two_questions_shortly_behind_a_beginning_make_it_a_stem() -> None:

@@ -366,8 +366,8 @@ MUTATIONS = (
         "core/coordinator/partings",
         (
             "Partings.find",
-            "min(REACHES, octave.bit_length()) if early else REACHES",
-            "min(REACHES, octave.bit_length())",
+            "min(REACHES, _octave(early)) if early else REACHES",
+            "min(REACHES, _octave(early))",
         ),
     ),
     mutation(
@@ -375,14 +375,14 @@ MUTATIONS = (
         "I21",
         "windows are kept from a little behind where others part from a new prompt",
         "core/coordinator/partings",
-        ("Partings.find", "(early - 1) // SLACK", "early // SLACK - 1"),
+        ("kvtier.coordinator.partings._octave", "(tokens - 1) // SLACK", "tokens // SLACK - 1"),
     ),
     mutation(
         "a_reach_costs_nothing",
         "I21",
         "windows of new prompts are kept for the few that part early, and push out what finds more",
         "core/coordinator/partings",
-        ("Partings.reach", "new_size / count + slack_bytes * 2**k", "new_size / count"),
+        ("kvtier.coordinator.partings._best", "each + slack_bytes * 2**k", "each + 1e-9"),
     ),
     mutation(
         "a_reach_need_not_beat_others_bytes",
@@ -403,7 +403,7 @@ MUTATIONS = (
         "I21",
         "one parting by chance decides what windows keep",
         "core/coordinator/partings",
-        ("Partings.reach", "count + DOUBT", "count"),
+        ("kvtier.coordinator.partings._best", "count + DOUBT", "count"),
     ),
     mutation(
         "partings_never_fade",
@@ -411,6 +411,27 @@ MUTATIONS = (
         "what texts parted at long ago decides what windows keep",
         "core/coordinator/partings",
         ("Partings.begin", "self._sums *= FADES", "pass"),
+    ),
+    mutation(
+        "what_is_behind_a_stem_passes",
+        "I21",
+        "the third prompt about a document behind a system prompt computes all of it again",
+        "core/coordinator/partings",
+        ("Keeping._name_behind", "start + behind", "start"),
+    ),
+    mutation(
+        "a_tail_begins_at_its_stem",
+        "I21",
+        "full blocks of a document behind a system prompt go before other texts",
+        "core/coordinator/keeping",
+        ("Keeping._tail", "stem * self._unit + behind", "stem * self._unit"),
+    ),
+    mutation(
+        "what_is_behind_a_stem_stays_whatever_it_finds",
+        "I21",
+        "windows behind stems push out what finds more for each byte",
+        "core/coordinator/partings",
+        ("Partings.behind", "LEAST * float(self._sums[REACHES + 1]) / float(self._sums[-3])", "0.0"),
     ),
     mutation(
         "hot_blocks_go_with_cold_ones",
