@@ -147,8 +147,9 @@ class Keeping:
         course.begun_with, course.kept, course.has_begun = hit, set(), True
         course.cold_from, course.cold_to = hit, self._name_passing(course, last)
         course.behind_to = 0
-        if is_new and self._local:
-            self._name_behind(course, last)
+        before = course.before if is_new and self._local else None
+        if before is not None and before.shared and not before.goes_on:
+            self._name_behind(course, before, last)
         if text.told:
             self._tell(course, text)
         course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
@@ -202,12 +203,9 @@ class Keeping:
             return max(hit, self._needed(course, last))
         return hit
 
-    def _name_behind(self, course: Course, last: int) -> None:
+    def _name_behind(self, course: Course, before: Before, last: int) -> None:
         """Decides how far behind its stem windows stay."""
-        before, hit = course.before, course.begun_with
-        if before is None or not before.shared or before.goes_on:
-            return
-        behind = self.returns.partings.behind(self.sizes.slack)
+        hit, behind = course.begun_with, self.returns.partings.behind(self.sizes.slack)
         if behind:
             start = max(hit, before.stem * self._unit)
             course.named_from, course.behind_from = min(course.named_from, start), start

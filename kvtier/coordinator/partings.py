@@ -76,7 +76,7 @@ class Partings:
         """The reach of a new text that begins now, in tokens; 0 if it does not pay. ``slack_bytes``: what SLACK tokens
         take in all windows."""
         *early, at_ends, found, size, count, new_size = self._sums.tolist()
-        if not count or not slack_bytes:
+        if not count or not slack_bytes or not any(early):
             return 0
         least = max(at_ends / new_size, LEAST * found / size)
         return _best(early, at_ends, new_size / count, slack_bytes, count, least)
