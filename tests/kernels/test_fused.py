@@ -82,8 +82,10 @@ def test_the_trial_tries_both_cuts_however_many_experts_there_are(monkeypatch: p
     assert set(tried) == {cut.rows for cuts in triton_experts.HOPPER for cut in cuts}
 
 
-def test_experts_that_no_token_goes_to_are_passed_over() -> None:
-    module, (x, ids, shares) = gpt_oss(), step(9, 5)
+@pytest.mark.parametrize("tokens", [9, 65])
+def test_experts_that_no_token_goes_to_are_passed_over(tokens: int) -> None:
+    """Or to which all go: 65 tokens are more tiles of rows than there are experts."""
+    module, (x, ids, shares) = gpt_oss(), step(tokens, 5)
     forward = experts.fused(module)
     assert forward is not None
     for expert in range(5):

@@ -306,6 +306,15 @@ def test_ends_that_do_not_pay_go_first_though_their_request_has_left(make_servin
     assert pools.num_superseded(1) == before + 2, "the window at its end"
 
 
+@pytest.mark.parametrize(("ends", "found"), [((End.PROMPT,), 0), ((End.PROMPT, End.SHORT), 72)])
+def test_prompts_that_part_shortly_before_their_ends_are_found_there(make_serving, monkeypatch, ends, found) -> None:
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end in ends)
+    serving = make_serving(SPEC, 300)
+    text = prompt(0, 91)
+    serving.serve("first", text, 1)
+    assert serving.serve("parts", [*text[:73], *prompt(1, 20)], 1).cached_tokens["device"] == found
+
+
 def test_what_a_caller_tells_of_is_found_by_the_next_one_who_parts_there(make_serving) -> None:
     """Without a hint the second finds nothing, and the third what the second has left at the parting."""
     for told, found in ((), (0, 32, 32)), ((33,), (32, 32, 32)), ((5, 33, 60), (32, 32, 32)):

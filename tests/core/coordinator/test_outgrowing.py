@@ -100,6 +100,22 @@ def test_a_request_that_has_outgrown_the_pools_does_not_wait_for_a_store(make_se
     assert serving.engine.live, "the stores were to be under way"
 
 
+def test_who_runs_alone_and_lacks_blocks_that_a_hanging_copy_keeps_ends_with_capacity(make_serving):
+    """Empty pools have room for it. Nothing is under way that will end, so it would wait for ever."""
+    serving = make_serving(FULL, 12, 64, hold=[STORE], deadline_s=5.0)
+    serving.add("stored", prompt(0, 21), 1)
+    serving.step()
+    serving.engine.clock_s = 5.5
+    serving.step()
+    assert serving.cache.stats().device["full"].quarantined == 5
+    serving.add("grows", prompt(1, 25), 20)
+    serving.steps_until(lambda: "grows" in serving.finished, limit=25)
+    done = serving.finished["grows"]
+    assert (done.finish_reason, len(done.token_ids)) == ("capacity", 4), "29 tokens, of which 28 are in 7 blocks"
+    serving.engine.release()
+    serving.run()
+
+
 def test_a_victim_that_just_fits_comes_back(make_serving):
     serving = make_serving(FULL, 9, scheduler={"max_running": 4})
     serving.add("fits", prompt(0, 35), 2)

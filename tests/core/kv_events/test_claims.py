@@ -136,6 +136,22 @@ def test_full_blocks_whose_windows_are_gone_are_not_claimed_and_come_back(make_s
     assert told.accepted(tuple(first), findable(serving.cache)) == 24
 
 
+def test_blocks_of_a_text_are_claimed_for_a_hit_that_ends_in_its_continuation(make_serving):
+    serving = make_serving({**FULL, "win": (SlidingWindow(10), BT)}, 64)
+    told, text = Told(serving.cache), prompt(0, 49)
+    for tokens in (text[:24], text):  # two runs of blocks
+        told.text(tokens)
+    serving.serve("all of it", text, 1)
+    keys, pools = told.events.keys_of(Request("a", text, 1))["win"][:6], inside.pools(serving.cache)
+    group = np.full(6, 1, np.int32)
+    found = pools.find(group, keys)
+    pools.unpublish(group[found > 0], found[found > 0])
+    told.poll()
+    assert told.accepted(tuple(text[:24]), findable(serving.cache)) == 0, "its own windows are gone"
+    assert len(told.router.believed) == 12
+    told.check()
+
+
 def test_device_blocks_behind_one_of_the_host_are_told_as_the_hosts(make_serving):
     serving = make_serving(FULL, 40, 40, hold=[])
     told = Told(serving.cache)

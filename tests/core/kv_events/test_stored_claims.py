@@ -192,6 +192,24 @@ def test_a_window_of_which_the_store_lacks_the_first_block_is_no_hit_and_is_not_
     assert sum(one.serve("b", prompt(0, 50), 1).cached_tokens.values()) == 0
 
 
+def test_a_text_whose_first_tile_the_store_has_lost_is_not_told_nor_is_its_continuation(stored: Make) -> None:
+    one: Any = stored(FULL)
+    told, text = ToldOfRemote(one.cache), prompt(0, 97)
+    for tokens in (text[:48], text):  # two runs of blocks
+        told.text(tokens)
+    one.serve("a", text, 1)
+    forget_here(one)
+    told.poll()
+    assert told.router.found["STORAGE"] == blocks(text, 96)
+    plan = told.remote.plan
+    keys = told.events.keys_of(Request("a", text, 1))["full"]
+    assert plan.stride < 48 and plan.tile_tokens
+    told.remote.forget(plan.names_at(keys, plan.stride), were_believed=True)
+    told.poll()
+    told.check()
+    assert not told.router.believed
+
+
 def test_another_engine_tells_of_the_store_only_what_it_has_fetched_itself(stored: Make) -> None:
     one: Any = stored()
     other: Any = stored()
