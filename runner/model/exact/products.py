@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from runner.model.fused.linears import few, least_rows, pack, product
+from runner.model.fused.linears import least_rows, pack, rows_of_several
 
 _STEP = 64
 """Elements; a multiple of what torch computes at once."""
@@ -78,10 +78,7 @@ class Weights:
         """x [..., K] times the transpose of ``weight`` [n, K]."""
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], weight.shape[0])
-        rows = x.reshape(-1, x.shape[-1])
-        packed, least = self._for_products(weight), least_rows(weight)
-        out = few(rows, packed, None, least) if len(rows) < least else product(rows.contiguous(), packed, None)
-        return out.reshape(*x.shape[:-1], -1)
+        return rows_of_several(x, self._for_products(weight), None, least_rows(weight))
 
     def _for_products(self, weight: Tensor) -> Tensor:
         """``weight`` packed, if it is one of the model's; what was computed is used once."""

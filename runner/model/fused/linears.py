@@ -53,15 +53,7 @@ def kind(module: nn.Linear) -> tuple[object, ...]:
 def fused(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     """A forward for ``module`` with a packed copy of its weight. The module keeps its own (see ``let_go``)."""
     packed, bias, least = pack(module.weight), module.bias, least_rows(module.weight)
-
-    def forward(input: Tensor) -> Tensor:
-        rows = input.numel() // input.shape[-1]
-        if rows >= least:
-            return product(input, packed, bias)
-        out = few(input.reshape(rows, input.shape[-1]), packed, bias, least)
-        return out.reshape(*input.shape[:-1], out.shape[-1])
-
-    return forward
+    return lambda input: rows_of_several(input, packed, bias, least)
 
 
 WAYS = (fused,)
@@ -110,12 +102,16 @@ def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return operations._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def few(rows: Tensor, packed: Tensor, bias: Tensor | None, least: int) -> Tensor:
-    """``product`` of rows [m, K], computed as the first of ``least`` rows.
+def rows_of_several(x: Tensor, packed: Tensor, bias: Tensor | None, least: int) -> Tensor:
+    """``product`` of x [..., K], any strides. Fewer rows than ``least`` are computed as the first of so many.
 
     One row alone is summed in another order if the inner size is large; as one of several it has the bits of a batch.
     """
-    return product(F.pad(rows, (0, 0, 0, least - len(rows))), packed, bias)[: len(rows)]
+    rows = x.numel() // x.shape[-1]
+    if rows >= least:
+        return product(x.contiguous(), packed, bias)
+    out = product(F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, least - rows)), packed, bias)[:rows]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def least_rows(weight: Tensor) -> int:

@@ -35,7 +35,7 @@ MUTATIONS = (
         "",
         "a token's experts are chosen by other bits if it runs alone",
         "served/exact",
-        ("Weights.times", "len(rows) < least", "len(rows) < 0"),
+        ("Weights.times", "least_rows(weight)", "1"),
     ),
     mutation(
         "exact_and_other_blocks_have_one_name",

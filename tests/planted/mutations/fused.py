@@ -17,7 +17,7 @@ MUTATIONS = (
         "",
         "an answer depends on whether others run beside it",
         "kernels/fused",
-        ("fused.linears.fused", "rows >= least", "rows >= 0"),
+        ("rows_of_several", "rows >= least", "rows >= 0"),
     ),
     mutation(
         "a_tied_weight_is_let_go",
