@@ -139,7 +139,10 @@ class CacheManager:
         return next(reversed(self.reports.take()), None)
 
     def close(self, sequence: Sequence, reason: FinishReason = "stop") -> FinishedRequest:
-        """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
+        """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong.
+
+        Sequences that are loading, and begin as it does, are idle again with a ``problem`` at the next ``poll``.
+        """
         seq = self._known(sequence)
         self._check_no_step("close")
         if reason not in FINISH_REASONS:
@@ -149,6 +152,8 @@ class CacheManager:
         self._finish(seq, reason)
         if reason == "error":
             self._coordinator.disown(seq)
+            for other in self._running.roster.loading_of([seq]):
+                self._back_from_load(other, "what it was loading is that of a sequence that has failed")
         report = self.reports.take()[-1]
         self._core.check("close")
         return report
@@ -295,8 +300,7 @@ class CacheManager:
     def on_reset(self) -> None:
         """The cache was reset: sequences whose loads are under way hold nothing any more."""
         for seq in self._running.roster.loading():
-            self._back(seq, "the cache was reset while its prefix was being loaded")
-            self._settled.append(self._sequences[seq])
+            self._back_from_load(seq, "the cache was reset while its prefix was being loaded")
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -341,6 +345,11 @@ class CacheManager:
         seq.wait_again(reason)
         self._running.roster.enqueue(seq)
         self._running.coming.has_new = True
+
+    def _back_from_load(self, seq: Tracked, problem: str) -> None:
+        """The next ``poll`` returns it as idle again."""
+        self._back(seq, problem)
+        self._settled.append(self._sequences[seq])
 
     def _finish(self, seq: Tracked, reason: FinishReason) -> None:
         if seq.row >= 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -145,3 +146,7 @@ class Roster:
         if self._loading:
             self._loading = [seq for seq in self._loading if seq.state is State.LOADING]
         return list(self._loading)
+
+    def loading_of(self, failed: Sequence[Tracked]) -> list[Tracked]:
+        """Requests whose loads may bring content of one of these, or that hold such content meanwhile."""
+        return [seq for seq in self.loading() if any(seq.shares_prefix(other) for other in failed)]

@@ -363,9 +363,8 @@ class Scheduler:
         failed = [seq for seq, reason in asked if reason == "error"]
         for seq in failed:
             self._coordinator.disown(seq)
-        for seq in self._roster.loading() if failed else ():
-            if any(seq.shares_prefix(other) for other in failed):
-                self._back_to_waiting(seq, "what it was loading is that of a request that has failed", DISOWNED)
+        for seq in self._roster.loading_of(failed) if failed else ():
+            self._back_to_waiting(seq, "what it was loading is that of a request that has failed", DISOWNED)
 
     def on_reset(self) -> None:
         """The cache was reset: requests whose loads are under way start over, and no request waits for content on its

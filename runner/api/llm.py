@@ -33,7 +33,8 @@ class LLM(Service):
                           None picks a share of the free memory.
     ``host_memory``       for the host tier and pinned buffers, likewise; 0 turns the tier off.
     ``block_tokens``      tokens per block.
-    ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this.
+    ``max_batched_tokens``  tokens a step computes at most; longer prompts run in chunks of this. None: 8,192,
+                          on a CPU 2,048.
     ``max_running``       requests that run at the same time.
     ``dtype``             of weights and KV: "float32", "float16", "bfloat16"; None keeps the checkpoint's.
     ``kv_cache_dtype``    of KV if it differs: "fp8" (e4m3) takes half the room of bfloat16 in both tiers.

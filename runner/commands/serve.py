@@ -117,7 +117,8 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
     engine.add_argument("--kv-remote-secret-file", metavar="FILE", help=f"the secret that names its content, the same "
                         f"for all engines that share it; {SECRET_VARIABLE} may hold it instead")  # fmt: skip
     engine.add_argument("--block-size", type=positive, default=16, help="tokens per block")
-    engine.add_argument("--max-num-batched-tokens", type=positive, default=8192, help="computed in a step, at most")
+    engine.add_argument("--max-num-batched-tokens", type=positive, help="computed in a step, at most; default: "
+                        "8192, on a CPU 2048")  # fmt: skip
     engine.add_argument("--max-num-seqs", type=positive, default=256, help="requests that run at once, at most")
     engine.add_argument("--grammar-compile-limit", type=above_zero, default=10.0, help="CPU seconds that compiling one "
                         "grammar or JSON schema may take; more is 400")  # fmt: skip

@@ -51,6 +51,9 @@ from runner.sampling.state import SamplingState
 
 JOURNAL_EVENTS = 2**15
 """Events kept for ``explain``, unless told otherwise: some 4,000 requests."""
+STEP_TOKENS, STEP_TOKENS_OF_A_CPU = 8192, 2048
+"""Tokens of a step at most, unless told otherwise. The C library gives arrays of more than 32 MiB back to the system
+and fetches them anew for each layer. With 8,192 tokens that is a tenth of a prompt's time on a CPU."""
 STORE_S = 10.0
 """Time that ``close`` gives to what is on its way to a remote."""
 PROMPT_LOGITS_BYTES = 2**30
@@ -81,7 +84,7 @@ class Service:
         device_memory: Memory | None = None,
         host_memory: Memory | None = None,
         block_tokens: int = 16,
-        max_batched_tokens: int = 8192,
+        max_batched_tokens: int | None = None,
         max_running: int = 256,
         dtype: Any = None,
         kv_cache_dtype: Any = None,
@@ -101,11 +104,13 @@ class Service:
             )
         mine = [name for name in inspect.signature(Service).parameters if name not in ("model", "cache_options")]
         cache_options = options.cache_options(cache_options, mine)
-        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
         options.check_flags(batch_invariant=batch_invariant, exact=exact, cuda_graphs=cuda_graphs)
         options.check_seconds(grammar_limit_s=grammar_limit_s)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         device = _device(model, device)
+        if max_batched_tokens is None:
+            max_batched_tokens = STEP_TOKENS_OF_A_CPU if device.startswith("cpu") else STEP_TOKENS
+        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
         has_remote = cache_options.get("remote_uri") is not None
         if options.needs_tier(host_memory, has_remote):
             options.check_host_link(device, cache_options)

@@ -6,11 +6,12 @@ import importlib.util
 import random
 from pathlib import Path
 
+import inside
 import numpy as np
 import pytest
 from breadth import sized
 
-from core.driving import prompt
+from core.driving import HeldEngine, prompt
 from kvtier import (
     CacheClosed,
     CacheManager,
@@ -20,6 +21,7 @@ from kvtier import (
     FullAttention,
     InvalidRequest,
     KVCache,
+    KVEvents,
     Request,
     RequestTooLarge,
     Scheduler,
@@ -163,6 +165,25 @@ def test_what_ends_with_an_error_is_not_found_again(make):
     settle(cache, manager)
     assert manager.close(sequence, "error").finish_reason == "error"
     assert manager.match(manager.open(Request("b", prompt(0, 21), 5))).num_tokens == 0
+
+
+def test_who_holds_content_of_what_ends_with_an_error_while_it_loads_the_rest_is_idle_again(make_cache):
+    """Its load brings other blocks, and ends well: it would run on bad ones."""
+    spec, engines = canary_spec({"full": (FullAttention(), 4)}), []
+    cache = make_cache(spec, 20, 20, copy_engine=lambda memory: engines.append(HeldEngine(memory)) or engines[0])
+    manager, canary, text = CacheManager(cache, 64, 4), CanaryEngine(cache), prompt(0, 25)
+    run(manager, canary, start(manager, canary, Request("before", text, 1)), 25)
+    engines[0].release()
+    manager.poll()
+    pools, group = inside.pools(cache), np.zeros(4, np.int32)
+    pools.unpublish(group, pools.find(group, KVEvents(cache).keys_of(Request("before", text, 1))["full"][2:6]))
+    bad, holds = (manager.open(Request(name, text[:n], 1)) for name, n in (("bad", 9), ("holds", 25)))
+    assert manager.start(holds) is None and holds.is_loading
+    manager.close(bad, "error")
+    assert cache.audit() == [] and holds.is_idle
+    engines[0].release()
+    assert manager.poll() == [holds] and "failed" in holds.problem
+    assert manager.match(holds).num_tokens == 0
 
 
 def test_a_step_is_the_one_that_a_scheduler_makes():
