@@ -138,22 +138,22 @@ class Keeping:
         course.short = 0
         app = course.app = self.name(keys, self._unit) if text.num_tokens >= self._unit else b""
         found = (self.name(keys, hit), hit) if hit else None
-        last, is_new = min(self.last_boundaries(text.num_tokens)), not course.has_begun
-        if is_new:
+        last, is_first = min(self.last_boundaries(text.num_tokens)), not course.has_begun
+        if is_first:
             full = text.full if self._has_full else hit
             self._come_back(course, text, full, room)
             known.learn(found, self._missed(course, text, full, last), app, text.tenant)
-        goes_on = is_new and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
+        goes_on = is_first and found is not None and known.want(found[0]) and hit < last and known.leave(found[0])
         course.begun_with, course.kept, course.has_begun = hit, set(), True
         course.cold_from, course.cold_to = hit, self._name_passing(course, last)
         course.behind_to = 0
-        before = course.before if is_new and self._local else None
-        if before is not None and before.shared and not before.goes_on:
-            self._name_behind(course, before, last)
+        course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
+        course.gone_from = self._tail(course, hit) if is_first else NEVER
+        before = course.before if is_first and self._local and not course.went_on_from else None
+        if before is not None and before.stem:
+            self._name_behind(course, before)
         if text.told:
             self._tell(course, text)
-        course.went_on_from = hit if goes_on and not known.pays(End.LEFT, app) else 0
-        course.gone_from = self._tail(course, hit) if is_new else NEVER
         if course.went_on_from:
             course.cold_from = self._stem(course, text)
             course.kept |= {course.cold_from} - {0}
@@ -203,15 +203,14 @@ class Keeping:
             return max(hit, self._needed(course, last))
         return hit
 
-    def _name_behind(self, course: Course, before: Before, last: int) -> None:
-        """Decides how far behind its stem windows stay."""
+    def _name_behind(self, course: Course, before: Before) -> None:
+        """Decides how far behind its stem windows stay: no further than full attention's blocks."""
         hit, behind = course.begun_with, self.returns.partings.behind(self.sizes.slack)
         if behind:
             start = max(hit, before.stem * self._unit)
             course.named_from, course.behind_from = min(course.named_from, start), start
-            course.behind_to = start + behind
-            course.cold_from = min(course.behind_to, max(hit, self._needed(course, last)))
-            course.cold_to = max(course.cold_from, course.cold_to)
+            course.behind_to = min(start + behind, course.gone_from)
+            course.cold_from, course.cold_to = course.behind_to, max(course.behind_to, course.cold_to)
 
     def _tail(self, course: Course, hit: int) -> int:
         """Where the text's tail begins, what comes behind its stem, if no end pays in its app; else NEVER."""

@@ -1,4 +1,4 @@
-"""How long before the end of a new prompt others part from it, and how much of its windows is kept for that.
+"""How long before a new prompt's end, or behind a stem, others part from a text, and how much is kept for that.
 
 A system prompt comes with a question behind it. So the second one to use it parts from the first some hundred tokens
 before that prompt's end, and what windows would need there has passed. To keep the windows of a new prompt from so many
@@ -15,7 +15,8 @@ A *new* text has nothing in common with earlier ones. Of others it is known wher
 may part from them a little later: a document behind a system prompt, asked about again. How far *behind* a stem content
 stays is measured in the same way.
 
-Owns       fading sums: tokens found of new texts by distance from their end, of all texts, and the bytes of both.
+Owns       fading sums: tokens found of new texts by distance from their end, behind stems by distance from these, and
+           of all texts; and the bytes of new texts and of all.
 Promises   pure: no table, no pool, no clock. What is decided does not change what is measured.
 Does not   know blocks, nor names: ``Returns`` tells it what came back.
 """
@@ -47,14 +48,14 @@ class Partings:
         # tokens found of new texts, by the shortest reach that finds them and, last, at their ends; tokens found of
         # all texts; bytes of all texts; new texts, and their bytes
         self._sums = np.zeros(REACHES + 5)
-        # tokens found behind stems, by the shortest distance that finds them; texts that are not new
+        # tokens found behind stems, by the shortest distance that finds them; texts that have a stem
         self._behind = np.zeros(REACHES + 1)
 
-    def begin(self, size: float, is_new: bool) -> None:
-        """A text of so many bytes begins."""
+    def begin(self, size: float, is_new: bool, has_stem: bool) -> None:
+        """A text of so many bytes begins. ``has_stem``: it parts from an earlier one."""
         self._sums *= FADES
         self._behind *= FADES
-        self._behind[-1] += not is_new
+        self._behind[-1] += has_stem
         self._sums[-3] += size
         if is_new:
             self._sums[-2:] += 1.0, size
@@ -63,8 +64,8 @@ class Partings:
         """A text begins with so many tokens of an earlier one, which use alone would have kept.
 
         ``early``: where it parts from that one, in tokens before the end of its prompt; 0 for its ends, and where
-        somebody has parted before. ``of_new``: the earlier one was a new text. ``behind``: else, where it parts from
-        that one, in tokens behind what that one had in common with others; 0 at its ends.
+        somebody has parted before. ``of_new``: the earlier one was a new text. ``behind``: where it parts from that
+        one, in tokens behind that one's stem; 0 if it goes on from it.
         """
         self._sums[REACHES + 1] += tokens
         if behind and (octave := _octave(behind)) < REACHES:
@@ -86,7 +87,7 @@ class Partings:
         pay. ``slack_bytes``: what SLACK tokens of it take.
         """
         *found, count = self._behind.tolist()
-        if not count or not slack_bytes:
+        if not count or not slack_bytes or not any(found):
             return 0
         least = LEAST * float(self._sums[REACHES + 1]) / float(self._sums[-3])
         return _best(found, 0.0, 0.0, slack_bytes, count, least)

@@ -116,12 +116,9 @@ class Before(NamedTuple):
     of_new: bool = False
     """The text had nothing in common with earlier ones."""
     behind: int = 0
-    """Else, the two part so many tokens behind what it had in common; 0 if the request goes on from it."""
-
-    @property
-    def stem(self) -> int:
-        """The units up to where the two part; 0 if the request goes on from the text."""
-        return 0 if self.goes_on else self.units
+    """The two part so many tokens behind the place at which the text has parted from another; else 0."""
+    stem: int = 0
+    """The units up to where the two part; 0 if the request goes on from the text."""
 
 
 NOTHING = Before()
@@ -180,7 +177,7 @@ class Returns:
         self._found *= FADES
         self._whole = max(self._whole, capacity)
         self._note_unused(before)
-        self.partings.begin(size, not before.shared)
+        self.partings.begin(size, not before.shared, before.stem > 0)
         if before.text < 0:
             is_there, fits = 2 * hit_units >= num_units > 0, False
             self._found[0] += hit_units  # of others' content: it was there, however far apart they came
@@ -213,11 +210,12 @@ class Returns:
         prompt, end = int(self._prompt[text % TEXTS]), int(self._end[text % TEXTS])
         goes_on = prompt - self._slack <= units <= prompt or units >= end - max(1, 2 * self._slack)  # newer names may
         goes_on = goes_on and units > int(self._common[text % TEXTS])  # have taken the last places
-        stem, early = int(self._stem[text % TEXTS]), max(0, prompt - units) * self._unit
-        common = int(self._common[text % TEXTS])
-        early = early if units > common else 0
-        behind = 0 if goes_on or not common else max(0, units - common) * self._unit
-        return Before(text, units, goes_on, stem if goes_on else units, early, not stem, behind)
+        its_stem, common = int(self._stem[text % TEXTS]), int(self._common[text % TEXTS])
+        early = max(0, prompt - units) * self._unit if units > common else 0
+        if goes_on:
+            return Before(text, units, goes_on, its_stem, early, not its_stem)
+        behind = max(0, units - common) * self._unit if its_stem and its_stem == common else 0
+        return Before(text, units, goes_on, units, early, not its_stem, behind, stem=units)
 
     def end(self, keys: KeyArray, prompt: int, end: int, before: Before) -> None:
         """A text has ended after ``end`` units, ``prompt`` of which were its prompt."""

@@ -185,6 +185,8 @@ def test_content_behind_a_stem_stays_for_a_while(monkeypatch):
     new, second, third = [text.course for text in texts]
     assert (new.behind_to, second.behind_to, third.behind_to) == (0, 80 + SLACK, 80 + SLACK)
     assert third.named_from == 80 and third.cold_from == 80 + SLACK
+    short = turn(keeping, [*([1] * 80), *([9] * 80)], 80, 0).course
+    assert keeping._needed(short, 160) < short.cold_from == 80 + SLACK, "in its prompt's last window too"
     assert third.gone_from == 80 + SLACK, "full blocks too"
     keeping.begin(third, Text(texts[2].keys, 380, 120, 120), lambda _: 1e9)
     assert third.behind_to == 0, "it comes back, and finds what it has left itself"

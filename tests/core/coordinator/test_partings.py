@@ -7,7 +7,7 @@ import pytest
 from core.driving import prompt
 from kvtier import FullAttention, GroupSpec, Part, RecurrentState, SlidingWindow
 from kvtier.coordinator.boundaries import Boundaries, End
-from kvtier.coordinator.partings import REACHES, SLACK, Partings
+from kvtier.coordinator.partings import FADES, REACHES, SLACK, Partings
 from kvtier.coordinator.returns import TextBytes
 from kvtier.testing import canary_spec
 
@@ -16,9 +16,9 @@ def asked(early: int, times: int = 40, size: float = 100.0, again: bool = True) 
     """New texts of 100 tokens, from each of which another one parts ``early`` tokens before its end."""
     known = Partings()
     for _ in range(times):
-        known.begin(size, is_new=True)
+        known.begin(size, is_new=True, has_stem=False)
         if again:
-            known.begin(size, is_new=False)
+            known.begin(size, is_new=False, has_stem=True)
             known.find(100, early, of_new=True)
     return known
 
@@ -42,14 +42,14 @@ def test_a_reach_must_be_worth_its_bytes() -> None:
     known = asked(4 * SLACK)
     assert known.reach(10.0) == 4 * SLACK
     for _ in range(40):  # others, of which a byte finds ten times as much
-        known.begin(100.0, is_new=False)
+        known.begin(100.0, is_new=False, has_stem=True)
         known.find(1000, 0, of_new=False)
     assert known.reach(10.0) == 0
 
 
 def test_a_reach_that_finds_a_few_more_is_not_kept_for_them() -> None:
     known = asked(SLACK, 40)
-    known.begin(100.0, is_new=True)
+    known.begin(100.0, is_new=True, has_stem=False)
     known.find(100, 16 * SLACK, of_new=True)
     assert known.reach(10.0) == SLACK
     assert known.reach(0.01) == 16 * SLACK, "where windows cost next to nothing"
@@ -59,7 +59,7 @@ def test_few_texts_do_not_decide() -> None:
     assert asked(SLACK, 1).reach(200.0) == 0
     assert asked(SLACK, 40).reach(200.0) == SLACK
     known = asked(0, 20)
-    known.begin(100.0, is_new=False)
+    known.begin(100.0, is_new=False, has_stem=True)
     known.find(100, 16 * SLACK, of_new=True)
     assert known.reach(20.0) == 0
 
@@ -67,7 +67,7 @@ def test_few_texts_do_not_decide() -> None:
 def test_what_parts_from_texts_that_are_not_new_needs_no_reach() -> None:
     known = asked(0)
     for _ in range(40):
-        known.begin(100.0, is_new=False)
+        known.begin(100.0, is_new=False, has_stem=True)
         known.find(100, SLACK, of_new=False)
     assert known.reach(1.0) == 0
 
@@ -76,8 +76,8 @@ def test_what_was_long_ago_is_forgotten() -> None:
     known = asked(SLACK, 40)
     assert known.reach(5.0) == SLACK
     for _ in range(500):
-        known.begin(100.0, is_new=True)
-        known.begin(100.0, is_new=False)
+        known.begin(100.0, is_new=True, has_stem=False)
+        known.begin(100.0, is_new=False, has_stem=True)
         known.find(100, 0, of_new=True)
     assert known.reach(5.0) == 0
 
@@ -86,9 +86,9 @@ def behind(tokens: int, times: int = 40, size: float = 100.0) -> Partings:
     """Texts that share a stem, each of which another one goes on with for ``tokens`` tokens more."""
     known = Partings()
     for _ in range(times):
-        known.begin(size, is_new=False)
+        known.begin(size, is_new=False, has_stem=True)
         known.find(100, 0, of_new=False)
-        known.begin(size, is_new=False)
+        known.begin(size, is_new=False, has_stem=True)
         known.find(100 + tokens, 0, of_new=False, behind=tokens)
     return known
 
@@ -107,9 +107,10 @@ def test_content_behind_a_stem_must_be_worth_its_bytes() -> None:
     assert behind(SLACK).behind(200.0) == 0, "a byte of the cache finds more"
     known = behind(SLACK)
     for _ in range(500):
-        known.begin(100.0, is_new=False)
+        known.begin(100.0, is_new=False, has_stem=True)
         known.find(100, 0, of_new=False)
     assert known.behind(50.0) == 0, "long ago"
+    assert known._behind[-1] <= 1 / (1 - FADES), "some hundred texts count"
 
 
 @pytest.mark.parametrize("kept", [0, SLACK])

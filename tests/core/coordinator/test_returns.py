@@ -134,15 +134,28 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
     for tail in range(3):
         keys = joined((0, 10), (1 + tail, 6))
         _, before = known.begin(keys, 0, 9.0, 1.0)
-        first = Before(0, 10, shared=10, early=3 * SLACK, of_new=True)
-        assert before == (Before(), first, Before(1, 10, shared=10))[tail], "nobody else was known to part there"
+        first = Before(0, 10, shared=10, early=3 * SLACK, of_new=True, stem=10)
+        assert before == (Before(), first, Before(1, 10, shared=10, stem=10))[tail], "nobody else was known to part there"
         known.end(keys, 13, 16, before)
     at_an_answer_s_end = Before(1, 16, goes_on=True, shared=10)
     assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == at_an_answer_s_end
     for cut, goes_on in (12, True), (13, True), (14, True), (15, True), (11, False):
         before = known.begin(joined((0, 10), (2, cut - 10), (9, 5)), 0, 9.0, 1.0)[1]
-        stem, behind = (10, 0) if goes_on else (cut, (cut - 10) * SLACK)
-        assert before == Before(1, cut, goes_on, stem, early=max(0, 13 - cut) * SLACK, behind=behind)
+        shared, behind, stem = (10, 0, 0) if goes_on else (cut, (cut - 10) * SLACK, cut)
+        early = max(0, 13 - cut) * SLACK
+        assert before == Before(1, cut, goes_on, shared, early=early, behind=behind, stem=stem)
+
+
+def test_a_text_that_has_gone_on_has_nothing_behind_a_stem() -> None:
+    """Turn by turn alone, and each time the new question is written anew: nothing would be kept for that."""
+    known, prompts = made(), [chain(0, 8), chain(0, 16), joined((0, 13), (1, 5))]
+    befores = []
+    for keys in prompts:
+        befores.append(known.begin(keys, 0, 99.0, 1.0)[1])
+        known.end(keys, len(keys), len(keys), befores[-1])
+    assert [before.goes_on for before in befores] == [False, True, False]
+    assert (befores[2].units, befores[2].behind, befores[2].of_new) == (13, 0, True)
+    assert known.partings.behind(1.0) == 0
 
 
 def test_two_questions_shortly_behind_a_beginning_make_it_a_stem() -> None:
