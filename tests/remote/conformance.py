@@ -122,13 +122,19 @@ class Conformance:
         assert not driver.store.wait(0.0)
 
     def test_a_wake_ends_one_wait(self, driver: Driver) -> None:
-        waker = threading.Timer(0.01, driver.store.wake)
-        waker.start()
-        assert not driver.store.wait(FOREVER_S)
-        waker.join()
         driver.store.wake()
         assert not driver.store.wait(FOREVER_S)  # a wake before it counts too
-        assert not driver.store.wait(0.001)
+        is_woken = threading.Event()
+
+        def wake() -> None:
+            is_woken.set()
+            driver.store.wake()
+
+        waker = threading.Timer(0.01, wake)
+        waker.start()
+        assert not driver.store.wait(FOREVER_S)
+        assert is_woken.is_set(), "the first wake is over"
+        waker.join()
 
     def test_after_close_calls_fail(self, driver: Driver) -> None:
         driver.call("put", [name(1)], [driver.filled(1, 64)])

@@ -7,6 +7,7 @@ import pytest
 from core.driving import STORE, prompt
 
 from kvtier import FullAttention
+from kvtier.coordinator.boundaries import Boundaries, End
 from remote.conftest import store_of
 from remote.fake_backend import FakeBackend
 
@@ -140,8 +141,9 @@ def test_only_the_last_end_of_a_conversation_is_spilled_at_evictions(shared_serv
 
 
 @pytest.mark.parametrize("prepare", [lambda serving: serving, at_eviction], ids=["landing", "eviction"])
-def test_what_others_want_is_spilled_although_its_request_went_on(shared_serving, prepare):
+def test_what_others_want_is_spilled_although_its_request_went_on(shared_serving, prepare, monkeypatch):
     """A system prompt: conversations part there."""
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is not End.LEFT)
     one, other = prepare(shared_serving(host=200)), shared_serving(host=200)
     begin = prompt(0, 24)
     for k in range(3):

@@ -135,7 +135,9 @@ def test_where_a_prompt_parts_from_the_newest_text_is_known_and_where_it_goes_on
         keys = joined((0, 10), (1 + tail, 6))
         _, before = known.begin(keys, 0, 9.0, 1.0)
         first = Before(0, 10, shared=10, early=3 * SLACK, of_new=True, stem=10)
-        assert before == (Before(), first, Before(1, 10, shared=10, stem=10))[tail], "nobody else was known to part there"
+        assert before == (Before(), first, Before(1, 10, shared=10, stem=10))[tail], (
+            "nobody else was known to part there"
+        )
         known.end(keys, 13, 16, before)
     at_an_answer_s_end = Before(1, 16, goes_on=True, shared=10)
     assert known.begin(joined((0, 10), (2, 9)), 0, 9.0, 1.0)[1] == at_an_answer_s_end

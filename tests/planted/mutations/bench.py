@@ -15,6 +15,7 @@ MUTATIONS = (
             "group.create_task(self._converse(number, session, dialogue, first))",
             "await self._converse(number, session, dialogue, first)",
         ),
+        hangs=True,
     ),
     mutation(
         "bench_hides_that_it_was_late",

@@ -99,6 +99,7 @@ MUTATIONS = (
             "asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)",
             "asyncio.wait({task})",
         ),
+        hangs=True,
     ),
     mutation(
         "server_answers_in_the_middle_as_if_whole",
@@ -239,6 +240,7 @@ MUTATIONS = (
         "a process that serves nothing holds its port and its memory",
         "server/death",
         ("on_tick", "llm.death is not None", "False"),
+        hangs=True,
     ),
     mutation(
         "server_ends_before_the_page_is_told",
@@ -296,6 +298,7 @@ MUTATIONS = (
         "a server that should end with its engine hangs on, and nothing starts it anew",
         "server/deadline",
         ("_follow_engine", "self._deadline.within(GRACE_S)", "pass"),
+        hangs=True,
     ),
     mutation(
         "server_never_comes_to_its_deadline",
