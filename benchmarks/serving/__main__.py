@@ -3,7 +3,8 @@
     python -m benchmarks.serving [--model PATH] [--json OUT] [--llama] [--vllm PYTHON]
 
 One thread of torch, float32, greedy. Seconds are CPU seconds of the process that serves: another program on the machine
-makes wall times longer, and these hardly. Each row is served by all in turn; medians of ``--repeats``.
+makes wall times longer, and these hardly. Each row is served by all in turn; medians of ``--repeats``,
+but ``first`` and ``same`` are served once.
 
 ``cold``       so many prompts at once that nobody has seen.
 ``decode``     the same, less what one token of each takes: the tokens after the first.
