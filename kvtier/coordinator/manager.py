@@ -142,7 +142,7 @@ class CacheManager:
         """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong."""
         seq = self._known(sequence)
         self._check_no_step("close")
-        if reason not in FINISH_REASONS:
+        if not isinstance(reason, str) or reason not in FINISH_REASONS:
             raise InvalidRequest(f"reason must be one of {', '.join(map(repr, FINISH_REASONS))}, got {shown(reason)}")
         if reason == "error":
             self._coordinator.distrust(seq)
