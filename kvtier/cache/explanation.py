@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvtier.machine.arguments import check_type
 from kvtier.machine.journal import (
     Admitted,
     Arrived,
@@ -169,8 +170,9 @@ def explain(
     """Explains a request from a journal's events (``Journal.since``); None if none of them is about it.
 
     ``unix_s``: ``Journal.unix_s``, to tell its arrival as a time. ``name_of``: how requests are called for the reader.
-    If an id was used again, its last request is told.
+    If an id was used again, its last request is told. Raises ``InvalidRequest`` for an id that is no text.
     """
+    check_type(request_id, str, "request_id")
     return explain_all(events, [request_id], compute_s, unix_s, name_of)[0]
 
 

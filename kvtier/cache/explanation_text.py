@@ -115,7 +115,8 @@ def _load(load: Load) -> str:
 
 def _sent_back(back: GaveWay) -> str:
     by = f"request {back.by}" if back.by else "another request"
-    return _SENT_BACK.get(back.why, f"sent back: {back.why}").format(by=by, group=back.group)
+    known = _SENT_BACK.get(back.why)  # else an engine's own words, whatever stands in them
+    return f"sent back: {back.why}" if known is None else known.format(by=by, group=back.group)
 
 
 def _pushed_out(evictions: list[Eviction]) -> list[str]:

@@ -145,7 +145,7 @@ class CacheManager:
         """
         seq = self._known(sequence)
         self._check_no_step("close")
-        if reason not in FINISH_REASONS:
+        if not isinstance(reason, str) or reason not in FINISH_REASONS:
             raise InvalidRequest(f"reason must be one of {', '.join(map(repr, FINISH_REASONS))}, got {shown(reason)}")
         if reason == "error":
             self._coordinator.distrust(seq)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.geometry.keys import check_extra_keys
+from kvtier.geometry.keys import plain_extra_keys, plain_text
 from kvtier.machine.errors import InvalidRequest
 from kvtier.machine.integers import integer, shown
 
@@ -31,7 +31,7 @@ class Request:
     ``max_new_tokens``    at least 1.
     ``eos_token_ids``     tokens that end the text.
     ``cache_salt``, ``adapter``, ``extra_keys``  partition the prefix cache: two requests share KV only if all three are
-                          equal. Extra keys are str, bytes, int and tuples of them.
+                          equal. Extra keys are str, bytes, int and tuples of them, 32 deep at most.
     ``priority``          smaller is served first; equal priorities in order of arrival.
     ``boundaries``        numbers of prompt tokens after which other prompts are likely to go on otherwise: where a
                           system prompt or a document ends. A hint: it changes what is kept, and nothing else. Each
@@ -77,8 +77,7 @@ class Request:
         self.adapter = _optional_str(adapter, where, "adapter")
         if isinstance(extra_keys, Set):
             raise InvalidRequest(f"{where}: extra_keys must be a sequence; a set has no order")
-        self.extra_keys = _tuple(extra_keys, where, "extra_keys")
-        check_extra_keys(self.extra_keys)
+        self.extra_keys = plain_extra_keys(_tuple(extra_keys, where, "extra_keys"))
         #: Ascending, each once.
         self.boundaries = _boundaries(boundaries, len(self.tokens), where)
 
@@ -165,7 +164,10 @@ def _tuple(values: Any, where: str, what: str) -> tuple[Any, ...]:
     """A tuple of the values; a mapping is refused, since its values would be lost."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidRequest(f"{where}: {what} must be a sequence, got {shown(values)}")
-    return tuple(values)
+    try:
+        return tuple(values)
+    except TypeError as problem:  # an array of no dimension
+        raise InvalidRequest(f"{where}: {what} must be a sequence: {problem}") from None
 
 
 def _boundaries(values: Any, most: int, where: str) -> tuple[int, ...]:
@@ -181,4 +183,4 @@ def _boundaries(values: Any, most: int, where: str) -> tuple[int, ...]:
 def _optional_str(value: Any, where: str, what: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise InvalidRequest(f"{where}: {what} must be a string or None, got {shown(value)}")
-    return value
+    return None if value is None else plain_text(value)

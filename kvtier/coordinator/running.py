@@ -42,6 +42,18 @@ def _at_most(value: object, name: str) -> int:
     return most
 
 
+def named(resting: object) -> frozenset[str]:
+    """The ids of requests that are to rest; raises ``StepError`` for what is no set or list of text."""
+    if isinstance(resting, Collection) and not isinstance(resting, str):  # of which any part would be an id
+        try:
+            names = frozenset(resting)
+        except TypeError as problem:  # lists in it, or an array of no dimension
+            raise StepError(f"resting must be a set of request ids: {problem}") from None
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise StepError(f"resting must be a set of request ids, got {shown(resting)}")
+
+
 class Running:
     """The requests that one driver runs: ``max_running`` rows, steps of ``max_batched_tokens`` tokens at most."""
 

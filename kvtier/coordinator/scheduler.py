@@ -25,7 +25,7 @@ from kvtier.coordinator.inbox import Inbox
 from kvtier.coordinator.reports import Reports
 from kvtier.coordinator.request import FinishedRequest, FinishReason, Request
 from kvtier.coordinator.roster import Roster
-from kvtier.coordinator.running import Running, check_limits
+from kvtier.coordinator.running import Running, check_limits, named
 from kvtier.coordinator.step import Step
 from kvtier.coordinator.tracked import State, Tracked
 from kvtier.geometry.keys import Text
@@ -212,13 +212,15 @@ class Scheduler:
     def schedule(self, resting: Collection[str] = ()) -> Step:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled.
 
-        ``resting``: ids of requests that sit this step out if they run, for an engine that shares its time out. They
-        keep their blocks. Who has just been admitted computes all the same. The caller sees to it that none rests for
-        ever.
+        ``resting``: ids of requests that sit this step out if they run, for an engine that shares its time out: a set
+        or a list, else ``StepError``. They keep their blocks. Who has just been admitted computes all the same. The
+        caller sees to it that none rests for ever.
         """
         self._core.check_driver(self)
         if self._running.step is not None:
             self._running.refuse_step()
+        if not isinstance(resting, tuple) or resting:
+            resting = named(resting)
         self._coordinator.door.poll()
         self._settled_seen = self._connector.ledger.num_settled
         self._pools.tick()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ KeyArray = npt.NDArray[np.uint64]
 """uint64 [n, 2]: low and high word of n keys."""
 
 FORMAT_VERSION = 1
+MOST_NESTED = 32
+"""Tuples of extra keys within each other: more are a mistake, such as a list that holds itself."""
 
 _U = np.uint64
 
@@ -178,9 +180,35 @@ class Text:
             self.head = self.keys[:1].tobytes()
 
 
-def check_extra_keys(extra_keys: Sequence[Any]) -> None:
-    """Raises ``InvalidRequest`` for values that cannot be part of a key."""
-    _encode(tuple(extra_keys))
+def plain_text(value: str) -> str:
+    """The same text, of no class of somebody's own."""
+    return str.__str__(value)
+
+
+def plain_extra_keys(values: Sequence[Any], depth: int = 0) -> tuple[Any, ...]:
+    """The same values in Python's own types. Raises ``InvalidRequest`` for what cannot be part of a key."""
+    if depth > MOST_NESTED:
+        raise InvalidRequest(f"extra_keys are nested more than {MOST_NESTED} deep")
+    return tuple([_plain(value, depth) for value in values])
+
+
+def _plain(value: object, depth: int) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return plain_text(value)
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, (tuple, list)):
+        return plain_extra_keys(value, depth + 1)
+    number = integer(value)
+    return _refuse(value) if number is None else number
+
+
+def _refuse(value: object) -> NoReturn:
+    raise InvalidRequest(
+        f"extra_keys may hold str, bytes, int, bool, None and tuples of them, not {type(value).__name__}"
+    )
 
 
 def encoded_fields(*pairs: tuple[str, object]) -> bytes:
@@ -205,6 +233,4 @@ def _encode(value: object) -> bytes:
         return b"i" + (str(number) if abs(number) < 2**64 else hex(number)).encode()  # str refuses very long integers
     if isinstance(value, (tuple, list)):
         return b"t" + encoded_fields(*((str(i), item) for i, item in enumerate(value)))
-    raise InvalidRequest(
-        f"extra_keys may hold str, bytes, int, bool, None and tuples of them, not {type(value).__name__}"
-    )
+    _refuse(value)

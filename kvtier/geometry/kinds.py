@@ -22,6 +22,7 @@ ALIGN_BYTES = 16
 """Block bytes are a multiple of this, so that every K and V row can be read in 16-byte loads."""
 MOST_SIZES = 16
 """A tensor of more dimensions is taken for damaged."""
+_TEXT = str, bytes, bytearray, memoryview  # sequences, but none of sizes
 STATE_TOKENS = 64
 """Tokens from one state that can be kept to the next. The kernels of recurrent layers work in chunks of so many: cuts
 there leave the bits of what is computed as they are."""
@@ -100,7 +101,7 @@ class Part:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError("a Part needs a non-empty name")
         where = f"part {shown(self.name)}"
-        if not isinstance(self.shape, Sequence) or isinstance(self.shape, str) or not self.shape:
+        if not isinstance(self.shape, Sequence) or isinstance(self.shape, _TEXT) or not self.shape:
             raise ConfigError(f"{where}: shape must be a tuple of sizes, got {shown(self.shape)}")
         if len(self.shape) > MOST_SIZES:
             raise ConfigError(f"{where}: shape has {len(self.shape):,} sizes, and tensors {MOST_SIZES} at most")
@@ -127,7 +128,7 @@ class RecurrentState:
     span_tokens = 2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.parts, Sequence) or isinstance(self.parts, str) or not self.parts:
+        if not isinstance(self.parts, Sequence) or isinstance(self.parts, _TEXT) or not self.parts:
             raise ConfigError(f"a RecurrentState takes a tuple of Part, got {shown(self.parts)}")
         for part in self.parts:
             if not isinstance(part, Part):

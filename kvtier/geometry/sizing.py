@@ -56,22 +56,24 @@ def layout_of(spec: CacheSpec, num_bytes: int, setting: str, spare: Sequence[boo
     layout = Layout.of_slabs(sizes, num_bytes, spare) if len(sizes) > 1 else None
     if layout is None:
         beside = sum(size for size, more in zip(sizes, spare, strict=False) if more)
-        layout = Layout.fixed(sizes, split_bytes(spec, num_bytes - beside, setting), spare)
+        layout = Layout.fixed(sizes, split_bytes(spec, num_bytes, setting, beside), spare)
     return layout
 
 
-def split_bytes(spec: CacheSpec, num_bytes: int, setting: str) -> list[int]:
-    """Usable blocks per group for a tier of ``num_bytes`` bytes, one null block per group set aside.
+def split_bytes(spec: CacheSpec, num_bytes: int, setting: str, beside: int = 0) -> list[int]:
+    """Usable blocks per group for a tier of ``num_bytes`` bytes, one null block per group and ``beside`` bytes set
+    aside.
 
     A full-attention group gets x tokens. A local group gets the need of several requests of ``TYPICAL_TOKENS`` tokens,
     x tokens together, but at least the need of one running request. x is as large as fits.
     """
-    least = sum(2 * group.block_bytes for group in spec.groups)
+    least = beside + sum(2 * group.block_bytes for group in spec.groups)
     if num_bytes < least:
         raise MemoryUnavailable(
             f"{setting} is {num_bytes:,} bytes, but one block and the null block of every group take {least:,}; "
             f"raise {setting}"
         )
+    num_bytes -= beside
     least = min(group.token_bytes or -(-group.block_bytes // group.block_tokens) for group in spec.groups)
     low, high = 1, 1 + num_bytes // least * max(1, spec.hit_tokens)
     while low < high:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtier.machine.arguments import NO_KEYS, KeyArray, joined_keys
+from kvtier.machine.arguments import NO_KEYS, KeyArray, check_function, joined_keys, key_array
+from kvtier.machine.errors import InvalidRequest
 
 Reads = Callable[[int, int], KeyArray]
 """Keys from one number up to another one, uint64 [n, 2]."""
@@ -33,18 +34,22 @@ class TextKeys:
         self._have = self.count = len(self._buffer)
 
     def announce(self, count: int, read: Reads) -> None:
-        """There are ``count`` keys now, not fewer than before."""
+        """There are ``count`` keys now. Raises ``InvalidRequest`` for fewer than before, or a ``read`` that is none."""
+        check_function(read, "read")
+        if count < self.count:
+            raise InvalidRequest(f"count must be {self.count:,} keys, as before, or more, got {count:,}")
         self.count, self._read = count, read
 
     def first(self, count: int) -> KeyArray:
-        """At least the first ``count`` keys, or all: uint64 [n, 2]."""
+        """At least the first ``count`` keys, or all: uint64 [n, 2]. Raises ``InvalidRequest`` if others are read."""
         count = min(count, self.count)
         if count > self._have:
             assert self._read is not None, "keys that were announced"
+            read = key_array(self._read(self._have, count), "what read gives", count - self._have)
             if count > len(self._buffer):
-                larger = np.empty((max(self.count, 2 * len(self._buffer)), 2), np.uint64)
+                larger = np.empty((max(count, 2 * len(self._buffer)), 2), np.uint64)
                 larger[: self._have] = self._buffer[: self._have]
                 self._buffer = larger
-            self._buffer[self._have : count] = self._read(self._have, count)
+            self._buffer[self._have : count] = read
             self._have = count
         return self._buffer[: self._have]

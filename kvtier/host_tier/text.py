@@ -18,7 +18,7 @@ from kvtier.coordinator.keeping import Course, Text
 from kvtier.coordinator.partings import SLACK
 from kvtier.coordinator.returns import LOOK, NEVER, NOTHING, Before, Bytes
 from kvtier.cpu_offload.transfer import Direction
-from kvtier.geometry.kinds import Kind
+from kvtier.geometry.kinds import BOUND, Kind
 from kvtier.gpu_pool.row_state import Geo
 from kvtier.host_tier.keys import Reads, TextKeys
 from kvtier.host_tier.parts import HostHit, HostParts, Question
@@ -62,12 +62,19 @@ class HostText:
 
     def extend(self, keys: KeyArray) -> None:
         """More keys, at the end."""
+        self._check_open()
         self._keys.add(keys)
 
     def announce(self, count: int, read: Reads) -> None:
-        """There are ``count`` keys now. ``read(first, end)`` gives some of them, uint64 [end - first, 2], once they are
-        needed. No two may be equal: that is not looked at."""
-        self._keys.announce(whole(count, "count"), read)
+        """There are ``count`` keys now, not fewer than before, of fewer than 2**31 tokens.
+
+        ``read(first, end)`` gives some of them, uint64 [end - first, 2], once they are needed. What needs them raises
+        ``InvalidRequest`` if it gives anything else. No two may be equal: that is not looked at.
+        """
+        self._check_open()
+        count = whole(count, "count")
+        self._check_tokens(count * self._parts.spec.hash_tokens, "count")
+        self._keys.announce(count, read)
 
     # --- what is there ----------------------------------------------------------------------------
 
@@ -84,19 +91,20 @@ class HostText:
         self._check_open()
         start, num_tokens = whole(start, "start"), whole(num_tokens, "num_tokens")
         flag(ask_remote, "ask_remote")
-        self.drop()
         num_tokens = min(num_tokens, self._keys.count * parts.spec.hash_tokens + 1)
         nothing = HostHit(start, start, _NO_IDS, _NO_PLACES, _NO_IDS)
         if start % unit or start >= num_tokens or self._is_outdated:
+            self.drop()
             return nothing
         remote = parts.door.remote if ask_remote and self._with_remote else None
+        if start == 0 and remote is None and not self._course.has_begun and self._begins_like_none(num_tokens):
+            return nothing  # nor has it held any: it has begun just now
+        keys = self._keys.first(self._keys.count)
+        self.drop()
         if remote is not None and self._sought is not None:
             remote.poll()
             if parts.door.is_waiting(self._sought):
                 return replace(nothing, is_sought=True)
-        if start == 0 and remote is None and not self._course.has_begun and self._begins_like_none(num_tokens):
-            return nothing
-        keys = self._keys.first(self._keys.count)
         found = parts.matcher.match(parts, keys, num_tokens, start=start)
         if remote is not None and self._sought is None and not found.pending:
             self._sought = Question(keys, range(num_tokens), found)
@@ -161,6 +169,10 @@ class HostText:
         if self._is_closed:
             raise StepError("this text is closed")
 
+    def _check_tokens(self, tokens: int, name: str) -> None:
+        if tokens >= BOUND:
+            raise InvalidRequest(f"{name}: a text has fewer than 2**31 tokens, got {shown(tokens)}")
+
     def drop(self) -> None:
         """Ends the hold."""
         if self._hit is not None:
@@ -196,8 +208,16 @@ class HostText:
         return ticket
 
     def part(self, boundary: int) -> None:
-        """Others are known to part from the text at this boundary: the blocks of hits there are stored as it passes."""
-        self._course.branches.add(whole(boundary, "boundary"))
+        """Others are known to part from the text at this boundary: the blocks of hits there are stored as it passes.
+
+        A boundary is a multiple of ``HostTier.hit_tokens``, below 2**31.
+        """
+        self._check_open()
+        boundary, unit = whole(boundary, "boundary"), self._parts.spec.hit_tokens
+        self._check_tokens(boundary, "boundary")
+        if not boundary or boundary % unit:
+            raise InvalidRequest(f"boundary must be a multiple of hit_tokens, {unit:,}, got {boundary:,}")
+        self._course.branches.add(boundary)
 
     @property
     def next_parting(self) -> int:
@@ -332,11 +352,12 @@ class HostText:
         parts.check_open()
         if self._is_outdated or not known:
             return set()
+        keys = self._keys.first(self._keys.count)
         counts = [known // group.block_tokens for group in parts.spec.groups]
         groups = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         outdated = parts.connector.disown(groups, self._names(groups, np.concatenate([np.arange(n) for n in counts])))
         if self._with_remote:
-            parts.door.disown(self._keys.first(self._keys.count))
+            parts.door.disown(keys)
         return outdated
 
     def close(self) -> None:

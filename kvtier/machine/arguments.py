@@ -5,6 +5,8 @@ Promises   what is wrong raises ``InvalidRequest``; what comes back is plain, an
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,12 +57,19 @@ def block_ids(values: object) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(array, np.int32)
 
 
+def key_array(value: Any, name: str, count: int | None = None) -> KeyArray:
+    """uint64 [n, 2], of ``count`` keys if that is given: nothing is cast, and nothing repeated."""
+    is_array = isinstance(value, np.ndarray)
+    if is_array and value.dtype == np.uint64 and value.shape[1:] == (2,) and count in (None, len(value)):
+        return np.asarray(value)
+    found = f"{value.dtype} {list(value.shape)}" if is_array else shown(value)
+    raise InvalidRequest(f"{name} must be uint64 [{'n' if count is None else count}, 2], got {found}")
+
+
 def joined_keys(known: KeyArray, more: object, are_distinct: bool = False) -> KeyArray:
     """The ``known`` keys of a text and those that follow them, uint64 [n, 2]. No two may be equal, which is looked at
     unless ``are_distinct``."""
-    if not isinstance(more, np.ndarray) or more.dtype != np.uint64 or more.ndim != 2 or more.shape[1] != 2:
-        raise InvalidRequest("keys must be uint64 [n, 2]")
-    keys = np.concatenate([known, np.asarray(more)])
+    keys = np.concatenate([known, key_array(more, "keys")])
     if are_distinct:
         return keys
     first, n = keys[:, 0], len(known)

@@ -30,7 +30,7 @@ class Estimate:
         except Exception as problem:
             self._fail(start, end, f"raised {type(problem).__name__}: {problem}")
             return None
-        took = number(found)
+        took = _seconds(found)
         if took is not None and took >= 0:
             return took
         if found is not None:
@@ -46,3 +46,12 @@ class Estimate:
                 end,
             )
         self._has_failed = True
+
+
+def _seconds(found: object) -> float | None:
+    """None if it is no number, or an integer that no float holds."""
+    took = number(found)
+    try:
+        return None if took is None else float(took)
+    except OverflowError:
+        return None

@@ -12,6 +12,7 @@ import pytest
 
 from core.outside import SOUND, Outside, chain
 from kvtier import (
+    CacheClosed,
     ConfigError,
     Fragment,
     FullAttention,
@@ -23,6 +24,7 @@ from kvtier import (
     Journal,
     KVTierError,
     OutsideGroup,
+    StepError,
 )
 from kvtier.cpu_offload.transfer import Direction, Transfer
 from kvtier.host_tier.orders import Orders, Report
@@ -76,6 +78,7 @@ def group(**fields: Any) -> OutsideGroup:
 
 MEMORY = np.zeros(4096, np.uint8)
 KEYS = chain(list(range(40)))
+MORE = chain(list(range(80)))
 TABLES = [np.arange(20, dtype=np.int32)] * 3
 
 
@@ -175,6 +178,8 @@ CALLS = {
     },
     "text": {
         "extend": {"keys": chain(list(range(200, 204)))},
+        "announce": {"count": 30, "read": lambda first, end: MORE[first:end]},
+        "part": {"boundary": 8},
         "match": {"start": 0, "num_tokens": 41, "ask_remote": False},
         "load": {"blocks": np.arange(15)},
         "computed": {"tables": TABLES, "end": 40, "is_end": False},
@@ -249,6 +254,56 @@ def test_a_match_from_nowhere_is_refused_and_what_is_held_stays_held(start):
     assert world.text.held is held is not None
     assert world.state() == before
     assert world.text.match(np.int64(0), np.uint8(41)).num_tokens == held.num_tokens
+
+
+def test_keys_that_are_read_otherwise_than_announced_are_refused_and_the_hit_stays_held():
+    """One number for all of them made all keys equal."""
+    world = World("tier")
+    held = world.text.held
+    for bad in [*BAD, KEYS, MORE[20:30].astype(np.int64), MORE[20:30, 0], MORE[20:30, :, None], MORE[20:30].tolist()]:
+        world.text.announce(30, lambda first, end, bad=bad: bad)
+        before = world.state()
+        for call in (
+            partial(world.text.match, 0, 61),
+            partial(world.text.computed, TABLES, 60, True),
+            partial(world.text.extend, MORE[30:]),
+            world.text.disown,
+        ):
+            with pytest.raises(InvalidRequest, match=r"what read gives must be uint64 \[10, 2\], got"):
+                call()
+            assert world.state() == before, f"{call}, {bad!r}"
+            assert world.text.held is held is not None
+    world.text.announce(30, lambda first, end: MORE[first:end])
+    assert world.text.match(0, 61).num_tokens == held.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda text: text.announce(2**31, len), "fewer than"),
+        (lambda text: text.announce(19, len), "20 keys, as before, or more"),
+        (lambda text: text.announce(20, None), "read must be a function"),
+        *((lambda text, at=at: text.part(at), "multiple of hit_tokens, 4") for at in (0, 1, 2, 6)),
+        *((lambda text, at=at: text.part(at), "fewer than") for at in (2**31, 10**40)),
+    ],
+)
+def test_what_no_text_can_have_is_refused(call, named):
+    world = World("tier")
+    before = world.state()
+    with pytest.raises(InvalidRequest, match=named):
+        call(world.text)
+    assert world.state() == before
+
+
+@pytest.mark.parametrize(("closed", "error"), [("text", StepError), ("tier", CacheClosed)])
+def test_after_its_end_a_text_takes_nothing(closed, error):
+    world = World("tier")
+    getattr(world, closed).close()
+    before = world.state()
+    for call in ("extend", "announce", "part", "match", "load", "computed", "computed_by"):
+        with pytest.raises(error):
+            getattr(world.text, call)(**CALLS["text"][call])
+    assert world.state() == before
 
 
 @pytest.mark.parametrize("extended", [False, True])
@@ -352,7 +407,7 @@ def fails(start: int, end: int) -> float:
     [
         fails,
         lambda: 1.0,
-        *(lambda *_, told=told: told for told in (float("nan"), -1.0, "soon", True, [1.0], 3j, Anything())),
+        *(lambda *_, told=told: told for told in (float("nan"), -1.0, "soon", True, [1.0], 3j, 10**400, Anything())),
     ],
 )
 def test_a_compute_time_that_fails_is_not_known_and_told_once(seconds, caplog):

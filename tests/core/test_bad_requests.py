@@ -38,6 +38,24 @@ class Elsewhere:
         raise TypeError("can't convert a device tensor to numpy")
 
 
+class Text(str):
+    """Text of a library's own."""
+
+    def __str__(self) -> str:
+        return "something else"
+
+
+def nested(depth: int) -> tuple:
+    found = ("k",)
+    for _ in range(depth):
+        found = (found,)
+    return found
+
+
+ITSELF: list = ["k"]
+ITSELF += [ITSELF, ITSELF]
+
+
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -164,6 +182,10 @@ def test_a_request_id_must_be_a_non_empty_string(bad):
         ("extra_keys", {"image": "cat"}),
         ("extra_keys", {"cat", "dog"}),
         ("eos_token_ids", {5: 6}),
+        *((field, np.array(5)) for field in ("eos_token_ids", "extra_keys", "boundaries")),
+        ("extra_keys", nested(33)),
+        ("extra_keys", nested(10_000)),
+        ("extra_keys", ITSELF),
     ],
 )
 def test_other_fields_are_refused_by_name(make_serving, field, bad):
@@ -199,6 +221,18 @@ def test_extra_keys_may_be_any_ints(make_serving):
     roots = {inside.coordinator(serving.cache).chain.root(None, None, (key,)).tobytes() for key in keys}
     assert len(roots) == len(keys)
     assert serving.serve("r", prompt(0, 5), 2, extra_keys=keys).finish_reason == "length"
+
+
+def test_what_names_content_is_kept_in_pythons_own_types(make_serving):
+    """The canary could not write down others, and a list in it could be changed later."""
+    serving, mine = make_serving(blocks=8), [np.int64(5), bytearray(b"b"), Text("k"), None, True]
+    given = {"adapter": Text("a"), "cache_salt": Text("s"), "extra_keys": [mine, nested(31)]}
+    request = Request("r", prompt(0, 5), 2, **given)
+    mine.append(1)
+    assert (request.adapter, request.cache_salt) == ("a", "s")
+    assert request.extra_keys == ((5, b"b", "k", None, True), nested(31))
+    assert {type(value) for value in (request.adapter, *request.extra_keys[0])} == {str, int, bytes, type(None), bool}
+    assert serving.serve("r", prompt(0, 5), 2, **given).finish_reason == "length"
 
 
 @pytest.mark.parametrize("bad", [None, "request", 5, Request])

@@ -10,10 +10,10 @@ import pytest
 from model.metrics import check_journal
 
 from core.driving import LOAD, STORE, prompt
-from kvtier import CacheManager, ConfigError, FullAttention, Request, SlidingWindow, explain
+from kvtier import CacheManager, ConfigError, FullAttention, InvalidRequest, Request, SlidingWindow, explain
 from kvtier.coordinator.boundaries import Boundaries, End
 from kvtier.coordinator.eviction_watch import EvictionWatch
-from kvtier.machine.journal import Copied, Journal, PushedOut, Runs
+from kvtier.machine.journal import Copied, Journal, PushedOut, Runs, SentBack
 
 FULL = {"full": (FullAttention(), 4)}
 GROUPS = {**FULL, "win": (SlidingWindow(6), 4)}
@@ -273,6 +273,22 @@ def test_sequences_of_a_manager_are_explained_too(make_cache):
     assert [back.why for back in story.preemptions] == ["stopped"]
     names = [type(event.fact).__name__ for event in cache.journal.since()]
     assert names == ["Arrived", "Admitted", "Runs", "SentBack", "Admitted", "Runs", "Prefilled", "Ended"]
+
+
+def test_braces_in_an_engines_words_are_told_as_they_stand():
+    """They were taken for fields of a template, and the story could not be told."""
+    journal, why = Journal(4), "load failed: driver said {'code': 700}, {by}, {}"
+    journal.add("mine", Runs())
+    journal.add("mine", SentBack(why, "full", "{other}"))
+    story = explain(journal.since(), "mine")
+    assert f"sent back: {why}" in str(story)
+    assert story.to_dict()["lines"] == story.lines()
+
+
+@pytest.mark.parametrize("bad", [[], {}, None, 5, b"mine", np.array(["mine"])], ids=lambda bad: type(bad).__name__)
+def test_what_is_no_request_id_is_not_explained(bad):
+    with pytest.raises(InvalidRequest, match="request_id must be str"):
+        explain([], bad)
 
 
 def test_events_are_plain_values_when_asked():

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from core.driving import prompt
 from kvtier import CacheSpec, ChunkedLocal, ConfigError, FullAttention, GroupSpec, MemoryUnavailable, SlidingWindow
-from kvtier.geometry.sizing import fixed_blocks, parse_bytes, split_bytes
+from kvtier.geometry.sizing import fixed_blocks, layout_of, parse_bytes, split_bytes
 from kvtier.testing import canary_spec
 from kvtier.testing.oracle import STATE
 
@@ -118,3 +118,15 @@ def test_where_a_request_s_states_do_not_all_fit_each_group_has_a_block(num_byte
     blocks = split_bytes(spec, num_bytes, "device_bytes")
     assert min(blocks) >= 1
     assert sum((n + 1) * group.block_bytes for n, group in zip(blocks, spec.groups, strict=True)) <= num_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [1, 17, 900])
+def test_a_size_that_is_refused_is_told_as_it_was_given(num_bytes):
+    """Less the blocks that are set aside it was below zero."""
+    group = GroupSpec("state", STATE, 1)
+    least = 3 * group.block_bytes
+    assert layout_of(CacheSpec([group]), least, "device_bytes", [True]).num_bytes <= least
+    with pytest.raises(
+        MemoryUnavailable, match=f"device_bytes is {min(num_bytes, least - 1)} bytes, .* take {least:,};"
+    ):
+        layout_of(CacheSpec([group]), min(num_bytes, least - 1), "device_bytes", [True])

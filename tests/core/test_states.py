@@ -73,6 +73,7 @@ def state_of(part: str, dtype: str) -> GroupSpec:
         (lambda: Part("", (1,), "float32"), "non-empty name"),
         (lambda: Part("x", (), "float32"), "part 'x': shape must be a tuple of sizes"),
         (lambda: Part("x", 4, "float32"), "part 'x': shape must be"),
+        *((lambda of=of: Part("x", of(b"ab"), "float32"), "shape must be") for of in (bytes, bytearray, memoryview)),
         (lambda: Part("x", (4, 0), "float32"), "part 'x': a size must be a positive integer"),
         (lambda: Part("x", (4,), "int32"), "part 'x': unknown dtype 'int32'"),
         (lambda: Part("x", (2**20, 2**20), "float32"), "2 GiB are too many"),

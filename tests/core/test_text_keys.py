@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier import Fragment, FullAttention, HostPlan, HostTierScheduler, OutsideGroup, SlidingWindow
+from kvtier import Fragment, FullAttention, HostPlan, HostTierScheduler, InvalidRequest, OutsideGroup, SlidingWindow
 from kvtier.host_tier.keys import TextKeys
 from kvtier.host_tier.orders import End, Report
 from kvtier.machine.arguments import NO_KEYS
@@ -38,6 +38,16 @@ def test_keys_are_read_once_and_in_order_and_arrays_that_were_given_out_do_not_c
     assert all(np.array_equal(array, MANY[: len(array)]) for array in arrays)
     keys.add(MANY[1000:1003])
     assert np.array_equal(keys.first(keys.count), MANY[:1003])
+
+
+def test_there_is_room_for_the_keys_that_were_read_alone():
+    """For 32 GiB of others that were announced there may be none."""
+    keys, many = TextKeys(True), 2**40
+    keys.announce(many, source(MANY)[0])
+    assert np.array_equal(keys.first(64), MANY[:64])
+    assert np.array_equal(keys.first(65), MANY[:65])
+    with pytest.raises(InvalidRequest, match=r"uint64 \[1099511627711, 2\], got uint64 \[3935, 2\]"):
+        keys.first(many)
 
 
 class Books:

@@ -260,7 +260,7 @@ class SchedulerSide:
             return
         if is_end:
             follow.last_state = boundary
-        elif boundary == getattr(follow.request, "shared_prefix_boundary", 0):
+        elif boundary == getattr(follow.request, "shared_prefix_boundary", 0) and not boundary % self.books.hit_tokens:
             follow.text().part(boundary)
         there = self._there(follow, boundary - 1)
 

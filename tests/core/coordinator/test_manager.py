@@ -326,7 +326,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(make):
     for wants in ([(one, 5.5)], [(one, "3")], [(one, None)], [one], "no", None):
         with pytest.raises(StepError, match=r"no integer|takes a list"):
             manager.plan(wants)
-    for reason in ("finished", ["stop"], None):
+    for reason in ("finished", ["stop"], None, np.array([1, 2])):
         with pytest.raises(InvalidRequest, match="reason must be one of"):
             manager.close(three, reason)
     with pytest.raises(StepError, match="tokens ahead"):

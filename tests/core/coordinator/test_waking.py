@@ -10,11 +10,12 @@ import pytest
 from breadth import sample
 from patience import FOREVER_S
 
-from core.driving import STORE, prompt, scheduled
+from core.driving import STORE, assert_same, prompt, scheduled, snapshot
 from kvtier import (
     ChunkedLocal,
     FullAttention,
     SlidingWindow,
+    StepError,
 )
 from kvtier.cpu_offload import store_queue
 
@@ -150,6 +151,42 @@ def test_who_has_just_been_admitted_does_not_rest(make_serving):
     serving.end(step, serving.canary.forward(step))
     assert serving.scheduler.schedule(resting={"a"}).num_tokens == 0
     serving.scheduler.cancel(serving.scheduler.step)
+    serving.run()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["ab", "", b"a", 5, None, iter(["a"]), [b"a"], [["a"]], ["a", 1], np.array(5), np.array([1, 2])],
+    ids=lambda bad: "",
+)
+def test_what_names_no_requests_is_refused_before_anything_changes(make_serving, bad):
+    """Arrivals and ends were taken already, and "ab" let "a" rest."""
+    serving = make_serving(GROUPS, 64, 64)
+    for name in ("a", "b"):
+        serving.add(name, prompt(ord(name), 9), 4)
+        serving.step()
+    serving.add("new", prompt(0, 9), 4)
+    serving.scheduler.abort("b")
+    before = snapshot(serving.cache)
+    with pytest.raises(StepError, match="resting must be a set of request ids"):
+        serving.scheduler.schedule(bad)
+    assert_same(before, snapshot(serving.cache))
+    serving.run()
+    assert {name: done.finish_reason for name, done in serving.finished.items()} == {
+        "a": "length",
+        "b": "abort",
+        "new": "length",
+    }
+
+
+@pytest.mark.parametrize("form", [set, tuple, dict.fromkeys, np.array], ids=["set", "tuple", "dict", "array"])
+def test_who_rests_may_be_named_in_any_collection(make_serving, form):
+    serving = make_serving(GROUPS, 64)
+    serving.add("a", prompt(0, 9), 4)
+    serving.step()
+    step = serving.scheduler.schedule(form(["a", "b"]))
+    assert step.num_tokens == 0
+    serving.scheduler.cancel(step)
     serving.run()
 
 

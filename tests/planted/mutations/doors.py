@@ -130,6 +130,42 @@ MUTATIONS = (
         ("joined_keys", "len(np.unique(keys, axis=0)) < len(keys)", "False"),
     ),
     mutation(
+        "host_tier_takes_other_keys_than_were_announced",
+        "I21",
+        "one number is taken for all keys, so that all are equal",
+        "core/bad_doors",
+        (
+            "TextKeys.first",
+            'key_array(self._read(self._have, count), "what read gives", count - self._have)',
+            "self._read(self._have, count)",
+        ),
+    ),
+    mutation(
+        "host_tier_drops_what_it_holds_before_it_reads_keys",
+        "I27",
+        "a call that is refused has given up the hit",
+        "core/bad_doors",
+        ("HostText.match", "flag(ask_remote, 'ask_remote')", "(flag(ask_remote, 'ask_remote'), self.drop())"),
+    ),
+    mutation(
+        "host_tier_takes_boundaries_where_no_hit_ends",
+        "I5",
+        "a later call of the text fails, or the boundary stays for good",
+        "core/bad_doors",
+        ("HostText.part", "not boundary or boundary % unit", "not boundary"),
+    ),
+    mutation(
+        "scheduler_lets_requests_rest_by_parts_of_a_text",
+        "I4",
+        "a request rests because its id is within another's",
+        "core/coordinator/waking",
+        (
+            "named",
+            "isinstance(resting, Collection) and not isinstance(resting, str)",
+            "isinstance(resting, Collection)",
+        ),
+    ),
+    mutation(
         "host_tier_drops_what_it_holds_before_it_looks_at_the_call",
         "I27",
         "a call that is refused has given up the hit",
