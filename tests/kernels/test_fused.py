@@ -69,7 +69,7 @@ def test_experts_of_a_prompt_are_cut_into_larger_tiles(monkeypatch: pytest.Monke
     module = gpt_oss(2)
     forward = experts.fused(module)
     assert forward is not None
-    x = step(100, 2)
+    x = step(129, 2)  # two tiles for each expert
     torch.testing.assert_close(forward(*x), module(*x), rtol=1e-4, atol=1e-4)
 
 
@@ -82,10 +82,8 @@ def test_the_trial_tries_both_cuts_however_many_experts_there_are(monkeypatch: p
     assert set(tried) == {cut.rows for cuts in triton_experts.HOPPER for cut in cuts}
 
 
-@pytest.mark.parametrize("tokens", [9, 65])
-def test_experts_that_no_token_goes_to_are_passed_over(tokens: int) -> None:
-    """Or to which all go: 65 tokens are more tiles of rows than there are experts."""
-    module, (x, ids, shares) = gpt_oss(), step(tokens, 5)
+def test_experts_that_no_token_goes_to_are_passed_over() -> None:
+    module, (x, ids, shares) = gpt_oss(), step(9, 5)
     forward = experts.fused(module)
     assert forward is not None
     for expert in range(5):
