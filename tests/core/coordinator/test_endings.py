@@ -25,7 +25,7 @@ def endings(requests: int, threads: int) -> Counter[tuple[str, str]]:
 
         def end_all(mine: list[tuple[str, str]], offset: int) -> None:
             how = [(scheduler.abort, "abort"), (scheduler.finish, "stop"), (scheduler.fail, "error")][offset % 3]
-            while not over.is_set():
+            while not over.is_set() and len(mine) <= requests:  # more were told twice
                 mine += [(name, how[1]) for name in names[offset * 7 :] + names[: offset * 7] if how[0](name)]
 
         workers = [threading.Thread(target=end_all, args=(mine, k)) for k, mine in enumerate(told)]
