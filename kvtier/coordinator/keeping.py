@@ -206,10 +206,10 @@ class Keeping:
     def _name_behind(self, course: Course, before: Before) -> None:
         """Decides how far behind its stem windows stay: no further than full attention's blocks."""
         hit, behind = course.begun_with, self.returns.partings.behind(self.sizes.slack)
-        if behind:
-            start = max(hit, before.stem * self._unit)
-            course.named_from, course.behind_from = min(course.named_from, start), start
-            course.behind_to = min(start + behind, course.gone_from)
+        start = max(hit, before.stem * self._unit)
+        end = min(start + behind, course.gone_from)
+        if end > start:
+            course.named_from, course.behind_from, course.behind_to = min(course.named_from, start), start, end
             course.cold_from, course.cold_to = course.behind_to, max(course.behind_to, course.cold_to)
 
     def _tail(self, course: Course, hit: int) -> int:

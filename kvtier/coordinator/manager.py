@@ -141,7 +141,8 @@ class CacheManager:
     def close(self, sequence: Sequence, reason: FinishReason = "stop") -> FinishedRequest:
         """Ends a sequence. Its content stays findable, unless it ends with "error": then its K and V are wrong.
 
-        Sequences that are loading, and begin as it does, are idle again with a ``problem`` at the next ``poll``.
+        Sequences that are loading, and begin as it does, are idle at once, with a ``problem``. The next ``poll``
+        returns them.
         """
         seq = self._known(sequence)
         self._check_no_step("close")

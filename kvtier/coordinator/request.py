@@ -31,7 +31,8 @@ class Request:
     ``max_new_tokens``    at least 1.
     ``eos_token_ids``     tokens that end the text.
     ``cache_salt``, ``adapter``, ``extra_keys``  partition the prefix cache: two requests share KV only if all three are
-                          equal. Extra keys are str, bytes, int and tuples of them, 32 deep at most.
+                          equal. Extra keys are str, bytes, int and tuples of them: 32 deep and 65,536
+                          values at most.
     ``priority``          smaller is served first; equal priorities in order of arrival.
     ``boundaries``        numbers of prompt tokens after which other prompts are likely to go on otherwise: where a
                           system prompt or a document ends. A hint: it changes what is kept, and nothing else. Each

@@ -222,7 +222,7 @@ class Returns:
         if not end:
             return
         t, p, alone, unit = self._count % TEXTS, before.text % TEXTS, self._sizes_of.alone, self._unit
-        stem, lent = 0 if before.goes_on else before.units, 0
+        stem, lent = before.stem, 0
         if before.text >= max(0, self._count - TEXTS):
             lent = int(self._lent[p])
             if before.goes_on:

@@ -43,7 +43,7 @@ def _at_most(value: object, name: str) -> int:
 
 
 def named(resting: object) -> frozenset[str]:
-    """The ids of requests that are to rest; raises ``StepError`` for what is no set or list of text."""
+    """The ids of requests that are to rest; raises ``StepError`` for what is no collection of text."""
     if isinstance(resting, Collection) and not isinstance(resting, str):  # of which any part would be an id
         try:
             names = frozenset(resting)

@@ -212,9 +212,9 @@ class Scheduler:
     def schedule(self, resting: Collection[str] = ()) -> Step:
         """Decides the next forward pass. Raises ``StepError`` if the last step was neither committed nor cancelled.
 
-        ``resting``: ids of requests that sit this step out if they run, for an engine that shares its time out: a set
-        or a list, else ``StepError``. They keep their blocks. Who has just been admitted computes all the same. The
-        caller sees to it that none rests for ever.
+        ``resting``: ids of requests that sit this step out if they run, for an engine that shares its time out: any
+        collection of them, else ``StepError``. They keep their blocks. Who has just been admitted computes all the
+        same. The caller sees to it that none rests for ever.
         """
         self._core.check_driver(self)
         if self._running.step is not None:

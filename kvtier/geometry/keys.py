@@ -30,6 +30,8 @@ KeyArray = npt.NDArray[np.uint64]
 FORMAT_VERSION = 1
 MOST_NESTED = 32
 """Tuples of extra keys within each other: more are a mistake, such as a list that holds itself."""
+MOST_VALUES = 2**16
+"""Extra keys of one request, tuples and what is in them. Tuples that share others have many in few bytes."""
 
 _U = np.uint64
 
@@ -185,24 +187,29 @@ def plain_text(value: str) -> str:
     return str.__str__(value)
 
 
-def plain_extra_keys(values: Sequence[Any], depth: int = 0) -> tuple[Any, ...]:
+def plain_extra_keys(values: Sequence[Any]) -> tuple[Any, ...]:
     """The same values in Python's own types. Raises ``InvalidRequest`` for what cannot be part of a key."""
-    if depth > MOST_NESTED:
-        raise InvalidRequest(f"extra_keys are nested more than {MOST_NESTED} deep")
-    return tuple([_plain(value, depth) for value in values])
+    count = 0
 
+    def plain(value: object, depth: int) -> Any:
+        nonlocal count
+        count += 1
+        if depth > MOST_NESTED or count > MOST_VALUES:
+            raise InvalidRequest(
+                f"extra_keys are nested more than {MOST_NESTED} deep, or have more than {MOST_VALUES:,} values"
+            )
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return plain_text(value)
+        if isinstance(value, (bytes, bytearray)):
+            return bytes(value)
+        if isinstance(value, (tuple, list)):
+            return tuple([plain(inner, depth + 1) for inner in value])
+        number = integer(value)
+        return _refuse(value) if number is None else number
 
-def _plain(value: object, depth: int) -> Any:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return plain_text(value)
-    if isinstance(value, (bytes, bytearray)):
-        return bytes(value)
-    if isinstance(value, (tuple, list)):
-        return plain_extra_keys(value, depth + 1)
-    number = integer(value)
-    return _refuse(value) if number is None else number
+    return tuple([plain(value, 0) for value in values])
 
 
 def _refuse(value: object) -> NoReturn:

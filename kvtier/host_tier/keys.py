@@ -41,7 +41,7 @@ class TextKeys:
         self.count, self._read = count, read
 
     def first(self, count: int) -> KeyArray:
-        """At least the first ``count`` keys, or all: uint64 [n, 2]. Raises ``InvalidRequest`` if others are read."""
+        """At least the first ``count`` keys, or all: uint64 [n, 2]. Raises ``InvalidRequest`` if ``read`` errs."""
         count = min(count, self.count)
         if count > self._have:
             assert self._read is not None, "keys that were announced"

@@ -210,14 +210,15 @@ class HostText:
     def part(self, boundary: int) -> None:
         """Others are known to part from the text at this boundary: the blocks of hits there are stored as it passes.
 
-        A boundary is a multiple of ``HostTier.hit_tokens``, below 2**31.
+        A boundary is a multiple of ``HostTier.hit_tokens``, below 2**31. One that has passed is too late, and ignored.
         """
         self._check_open()
         boundary, unit = whole(boundary, "boundary"), self._parts.spec.hit_tokens
         self._check_tokens(boundary, "boundary")
         if not boundary or boundary % unit:
             raise InvalidRequest(f"boundary must be a multiple of hit_tokens, {unit:,}, got {boundary:,}")
-        self._course.branches.add(boundary)
+        if boundary > self._stored:
+            self._course.branches.add(boundary)
 
     @property
     def next_parting(self) -> int:

@@ -28,7 +28,7 @@ class Estimate:
         try:
             found = self._seconds(start, end)
         except Exception as problem:
-            self._fail(start, end, f"raised {type(problem).__name__}: {problem}")
+            self._fail(start, end, f"raised {type(problem).__name__}: {shown(problem)}")
             return None
         took = _seconds(found)
         if took is not None and took >= 0:
@@ -50,8 +50,8 @@ class Estimate:
 
 def _seconds(found: object) -> float | None:
     """None if it is no number, or an integer that no float holds."""
-    took = number(found)
     try:
+        took = number(found)
         return None if took is None else float(took)
-    except OverflowError:
+    except Exception:  # its own conversions, too
         return None

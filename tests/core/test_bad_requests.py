@@ -45,10 +45,10 @@ class Text(str):
         return "something else"
 
 
-def nested(depth: int) -> tuple:
+def nested(depth: int, times: int = 1) -> tuple:
     found = ("k",)
     for _ in range(depth):
-        found = (found,)
+        found = (found,) * times
     return found
 
 
@@ -185,6 +185,7 @@ def test_a_request_id_must_be_a_non_empty_string(bad):
         *((field, np.array(5)) for field in ("eos_token_ids", "extra_keys", "boundaries")),
         ("extra_keys", nested(33)),
         ("extra_keys", nested(10_000)),
+        ("extra_keys", nested(30, times=2)),
         ("extra_keys", ITSELF),
     ],
 )

@@ -117,6 +117,10 @@ def test_a_text_that_has_gone_is_remembered_by_the_one_that_parts_from_it(is_rea
     text, _ = books.text(np.concatenate([MANY[:100], MANY[3000:3100]]), is_read)
     assert text.match(0, 800).num_tokens == 0, "it has gone"
     assert text.next_parting == 400
+    text.part(600)
+    books.compute(text, (800,))
+    text.part(600)
+    assert text.next_parting == 0, "it has passed"
 
 
 def test_a_text_that_has_not_ended_is_found():

@@ -62,6 +62,13 @@ def test_an_audit_runs_on_the_engines_thread_between_two_steps(llm: LLM, monkeyp
     assert seen == [("kvtier-engine", None)]
 
 
+def test_a_step_on_a_cpu_has_2048_tokens_unless_it_is_told_otherwise() -> None:
+    model, told = HybridModel.load(weights_path(), "cpu"), {"max_batched_tokens": 64}
+    for given, options, tokens in (model, {}, 2048), (weights_path(), {}, 2048), (model, told, 64):
+        with LLM(given, "cpu", "4MiB", 0, **options) as llm:
+            assert llm.scheduler._max_batched_tokens == tokens
+
+
 def test_text_tokens_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     forms: list[Any] = [
         PROMPT.text,

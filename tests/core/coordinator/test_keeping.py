@@ -192,6 +192,25 @@ def test_content_behind_a_stem_stays_for_a_while(monkeypatch):
     assert third.behind_to == 0, "it comes back, and finds what it has left itself"
 
 
+def test_windows_stay_no_further_behind_a_stem_than_full_blocks(monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": False)
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    monkeypatch.setattr(Partings, "behind", lambda self, size: 2 * SLACK if size == keeping.sizes.slack else SLACK)
+    texts = [turn(keeping, [*([1] * 80), *([2 + k] * 300)], hit, 0) for k, hit in enumerate([0, 0, 80])]
+    assert texts[2].course.behind_to == texts[2].course.gone_from == 80 + SLACK
+
+
+def test_a_text_that_goes_on_from_a_prompts_end_keeps_nothing_behind_a_stem(monkeypatch):
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": False)
+    monkeypatch.setattr(Partings, "behind", lambda self, size: SLACK)
+    keeping = Keeping(SPEC.groups, UNIT, HASH)
+    first = turn(keeping, [1] * 80, 0, 20)
+    turn(keeping, [*first.tokens, *([5] * 40)], 0, 0)
+    course = turn(keeping, [*first.tokens, *([6] * 200)], 100, 0).course
+    assert (course.went_on_from, course.behind_to) == (100, 0)
+    assert course.before.stem * UNIT == 100, "it parts there from the second one"
+
+
 def test_the_end_of_a_prompt_that_others_have_wanted_stays_though_such_ends_do_not_pay(monkeypatch):
     monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": end is End.ANSWER)
     keeping = Keeping(SPEC.groups, UNIT, HASH)

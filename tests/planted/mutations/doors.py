@@ -205,6 +205,6 @@ MUTATIONS = (
         "I18",
         "an engine's own function ends its step",
         "core/bad_doors",
-        ("Estimate.__call__", 'self._fail(start, end, f"raised {type(problem).__name__}: {problem}")', "raise"),
+        ("Estimate.__call__", 'self._fail(start, end, f"raised {type(problem).__name__}: {shown(problem)}")', "raise"),
     ),
 )

@@ -420,6 +420,20 @@ MUTATIONS = (
         ("Keeping._name_behind", "start + behind", "start"),
     ),
     mutation(
+        "windows_stay_behind_what_has_gone",
+        "I21",
+        "windows are kept whose full blocks go first: they are worth nothing",
+        "core/coordinator/keeping",
+        ("Keeping._name_behind", "min(start + behind, course.gone_from)", "start + behind"),
+    ),
+    mutation(
+        "a_conversation_has_something_behind_a_stem",
+        "I21",
+        "who goes on from a prompt's end keeps windows that nobody comes back to",
+        "core/coordinator/keeping",
+        ("Keeping.begin", "is_first and self._local and not course.went_on_from", "is_first and self._local"),
+    ),
+    mutation(
         "a_tail_begins_at_its_stem",
         "I21",
         "full blocks of a document behind a system prompt go before other texts",
