@@ -168,13 +168,13 @@ def test_a_spec_must_be_a_spec():
 
 
 def test_memory_beyond_the_machine_is_refused_by_the_name_of_the_setting():
-    huge = CacheSpec([GroupSpec("full", FullAttention(), 64, 64, 1024, block_tokens=256)])
+    large = CacheSpec([GroupSpec("full", FullAttention(), 1, 64, 1024, block_tokens=256)])
     with pytest.raises(MemoryUnavailable, match=r"host_bytes.*lower host_bytes"):
-        KVCache(huge, device_bytes="8GiB", host_bytes="900TiB")
+        KVCache(large, device_bytes="192MiB", host_bytes="900TiB")
     with pytest.raises(MemoryUnavailable, match="device_bytes"):
-        KVCache(huge, device_bytes="900TiB")
+        KVCache(large, device_bytes="900TiB")
     with pytest.raises(MemoryUnavailable, match="host_blocks"):
-        KVCache(huge, device_bytes="8GiB", host_blocks={"full": 1 << 18})
+        KVCache(large, device_bytes="192MiB", host_blocks={"full": 1 << 24})
 
 
 @pytest.mark.parametrize(
