@@ -108,9 +108,7 @@ class Service:
         options.check_seconds(grammar_limit_s=grammar_limit_s)
         scales = check_kv_options(kv_cache_dtype, kv_scales)
         device = _device(model, device)
-        if max_batched_tokens is None:
-            max_batched_tokens = STEP_TOKENS_OF_A_CPU if device.startswith("cpu") else STEP_TOKENS
-        max_batched_tokens, max_running = check_limits(max_batched_tokens, max_running)
+        max_batched_tokens, max_running = check_limits(_step_tokens(max_batched_tokens, device), max_running)
         has_remote = cache_options.get("remote_uri") is not None
         if options.needs_tier(host_memory, has_remote):
             options.check_host_link(device, cache_options)
@@ -352,6 +350,13 @@ def _device(model: str | Path | HybridModel, device: str) -> str:
     if isinstance(device, str) and device == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     return model_device(device)
+
+
+def _step_tokens(given: int | None, device: str) -> int:
+    """The most tokens of a step: those given, or the device's default."""
+    if given is not None:
+        return given
+    return STEP_TOKENS_OF_A_CPU if device.startswith("cpu") else STEP_TOKENS
 
 
 def _kv_events(given: Any, spec: CacheSpec) -> KVEventsConfig | None:
