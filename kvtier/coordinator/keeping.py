@@ -16,10 +16,12 @@ Does not   know blocks. ``Retention`` (rows) and ``HostText`` (the host tier's d
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.coordinator.boundaries import Boundaries, End, Found, needed_from
 from kvtier.coordinator.partings import SLACK
@@ -27,6 +29,8 @@ from kvtier.coordinator.returns import NEVER, NOTHING, Before, Bytes, Returns, T
 from kvtier.geometry.keys import KeyArray
 from kvtier.geometry.kinds import Kind
 from kvtier.remote.objects import KeptGroup
+
+Mask = npt.NDArray[np.bool_]
 
 SHORT = 256
 """Tokens before the end of a prompt, up to which one state serves all that part there: to compute them again costs
@@ -101,8 +105,7 @@ class Text(NamedTuple):
 class Keeping:
     """Decides for a cache with these groups.
 
-    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept. ``shorts``: there are states, and each
-    prompt keeps one shortly before its end.
+    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept.
     """
 
     def __init__(
@@ -112,12 +115,10 @@ class Keeping:
         hash_tokens: int,
         whole: float = 0.0,
         passes: bool = False,
-        shorts: bool = False,
     ) -> None:
         self._unit, self._hash = hit_tokens, hash_tokens
         self._local = [group.attention for group in groups if group.attention.kind is not Kind.FULL]
         self._has_full = len(self._local) < len(groups)
-        self._shorts = shorts
         self._groups = [(group.attention, group.block_tokens) for group in groups]
         self._passes = passes
         self.sizes = TextBytes(groups)
@@ -159,16 +160,26 @@ class Keeping:
             course.kept |= {course.cold_from} - {0}
         if course.is_guest:
             course.cold_from, course.cold_to, course.gone_from = hit, NEVER, hit
-        elif self._shorts and self.sizes.full(last) >= SHORT_PAYS * self.sizes.state:
+        elif self.sizes.full(last) >= SHORT_PAYS * self.sizes.state > 0 and last <= course.gone_from:
             self._keep_short(course, last)
 
     def _keep_short(self, course: Course, last: int) -> None:
-        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it."""
+        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it.
+
+        If hits are further apart than that, the one at its end does for them.
+        """
+        if self._unit > SHORT:
+            return
         course.short = max(0, last - SHORT // self._unit * self._unit)
         if course.short > course.begun_with:
             course.told.add(course.short)
         else:
             course.cold_from = course.begun_with
+
+    def keep_no_short(self, course: Course) -> None:
+        """The engine keeps no state shortly before the prompt's end."""
+        course.told.discard(course.short)
+        course.short = 0
 
     def _come_back(self, course: Course, text: Text, full: int, room: Callable[[Bytes], float]) -> None:
         """Learns what the text has in common with earlier ones, and which of these nobody has come back to.
@@ -352,18 +363,23 @@ class Keeping:
             spans.append((first // bt, end // bt))
         return spans
 
-    def outrun(self, course: Course, end: int) -> range:
-        """Boundaries before the end of a text that has ended after ``end`` tokens, if a state there and one shortly
-        before its prompt's end are enough; else none."""
-        is_named = course.short and self.names_end(course, end > course.prompt_end)
-        return range(self._unit, min(self.last_boundaries(end)) if is_named else 0, self._unit)
+    def outrun(
+        self, course: Course, keys: KeyArray, end: int, is_answer: bool, is_there: Callable[[KeyArray], Mask]
+    ) -> tuple[KeyArray, KeyArray]:
+        """A text has ended, as in ``end``. Of a group's states before that: the one that is as young as its K and V
+        from now on, and those that go first; by their keys. ``is_there``: which of these keys have a state, bool [n].
 
-    def stays(self, course: Course, there: Sequence[int]) -> int:
-        """Which of the ``outrun`` states that are ``there``, boundaries in ascending order, stays: its number.
-
-        It is the newest one up to ``short``. A turn of a few tokens has none of its own.
+        The newest one up to ``short`` stays: a turn of a few tokens has none of its own. What others want goes its own
+        way.
         """
-        return max(0, bisect_right(there, course.short) - 1)
+        is_named = course.short and self.names_end(course, is_answer)
+        at = np.arange(self._unit, min(self.last_boundaries(end)) if is_named else 0, self._unit)
+        names = np.ascontiguousarray(keys[at // self._hash - 1])
+        there = np.flatnonzero(is_there(names)) if len(at) else at
+        stays = max(0, int(np.searchsorted(at[there], course.short, "right")) - 1)
+        others = np.delete(there, slice(stays, stays + 1)).tolist()
+        cold = [k for k in others if not self.boundaries.is_stem(names[k].tobytes())]
+        return names[there[stays : stays + 1]], names[np.array(cold, np.int64)]
 
     def has_lost(self, course: Course, keys: KeyArray, num_tokens: int, hit: int) -> bool:
         """Whether this hit is less than half of what the waiting text has in common with an earlier one."""

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.coordinator.keeping import Keeping, Text
+from kvtier.coordinator.keeping import Keeping, Mask, Text
 from kvtier.coordinator.match import Match
 from kvtier.coordinator.returns import Bytes, TextBytes
 from kvtier.coordinator.tracked import Tracked
@@ -45,7 +45,7 @@ class Retention:
         self._sizes = TextBytes(spec.groups)
         passes = not mode.before_eviction  # else what is passed would be stored
         whole = self._room(self._sizes.of(LONG), np.int64(0))
-        self.keeping = Keeping(spec.groups, spec.hit_tokens, spec.hash_tokens, whole, passes, tables.has_states)
+        self.keeping = Keeping(spec.groups, spec.hit_tokens, spec.hash_tokens, whole, passes)
         """What is decided."""
 
     # --- a request's way --------------------------------------------------------------------------
@@ -140,19 +140,19 @@ class Retention:
     def cool_states(self, seq: Tracked, end: int) -> None:
         """The request's text has ended after ``end`` tokens. Of its states before that, one is as young as its K and V
         from now on; the others go first, unless others want them."""
-        at, names = np.array(self.keeping.outrun(seq.course, end), np.int64), self.keeping.boundaries
-        keys = np.ascontiguousarray(seq.keys[at // self._spec.hash_tokens - 1])
-        for g in self._tables.state_groups if len(at) else ():
-            groups = np.full(len(at), g, np.int32)
-            there = self._pools.find(groups, keys) > 0
-            if self._host is not None and self._mode.keeps_copies:
-                there |= self._host.find(groups, keys) > 0
-            found = np.flatnonzero(there)
-            stays = self.keeping.stays(seq.course, at[found].tolist())
-            kept, others = found[stays : stays + 1], np.delete(found, slice(stays, stays + 1)).tolist()
-            cold = np.array([k for k in others if not names.is_stem(keys[k].tobytes())], np.int64)
-            self._use(groups[kept], keys[kept])
-            self._use(groups[cold], keys[cold], cold=True)
+        prompt = len(seq.request.tokens)
+        for g in self._tables.state_groups:
+
+            def is_there(names: KeyArray, g: int = g) -> Mask:
+                groups = np.full(len(names), g, np.int32)
+                there: Mask = self._pools.find(groups, names) > 0
+                if self._host is not None and self._mode.keeps_copies:
+                    there |= self._host.find(groups, names) > 0
+                return there
+
+            kept, cold = self.keeping.outrun(seq.course, seq.keys, end, end > prompt, is_there)
+            self._use(np.full(len(kept), g, np.int32), kept)
+            self._use(np.full(len(cold), g, np.int32), cold, cold=True)
 
     def _use(self, groups: Ids, keys: KeyArray, cold: bool = False) -> None:
         """Content with these keys that nobody holds becomes the newest, or the oldest, as do copies if the mode

@@ -71,8 +71,8 @@ class SchedulerSide:
         self._stores = settings.store == "eager"
         self._pool: Any = None
         self._zeroes_first = zeroes_first
-        self._unit = min(group.block_tokens for group in geometry.groups)
         self._states = geometry.states
+        self._unit = self.books.hit_tokens if self._states else min(group.block_tokens for group in geometry.groups)
         self._followed: dict[str, TrackedRequest] = {}
         self._counts_nans = counts_nans
         self._left: list[TrackedRequest] = []  # have ended in the last step: vLLM counts its NaNs only after that
@@ -260,7 +260,7 @@ class SchedulerSide:
             return
         if is_end:
             follow.last_state = boundary
-        elif boundary == getattr(follow.request, "shared_prefix_boundary", 0) and not boundary % self.books.hit_tokens:
+        elif boundary == getattr(follow.request, "shared_prefix_boundary", 0):
             follow.text().part(boundary)
         there = self._there(follow, boundary - 1)
 

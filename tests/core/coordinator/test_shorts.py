@@ -10,7 +10,21 @@ import numpy as np
 import pytest
 
 from core.folding import Engine, text_of
-from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Part, RecurrentState, Request, Scheduler
+from core.outside import chain
+from kvtier import (
+    CacheSpec,
+    Fragment,
+    FullAttention,
+    GroupSpec,
+    HostText,
+    HostTier,
+    KVCache,
+    OutsideGroup,
+    Part,
+    RecurrentState,
+    Request,
+    Scheduler,
+)
 from kvtier.coordinator.keeping import SHORT, SHORT_PAYS
 
 TOKEN_BYTES = 16
@@ -148,3 +162,82 @@ def test_what_several_have_wanted_stays() -> None:
         assert ask(engine, "new 2", prompt()[:640] + prompt(300, 10)) == 640, (
             "what was superseded has gone, this has not"
         )
+
+
+class Tier:
+    """A host tier, and an engine that keeps the states of a text at each boundary, or at its ``ends`` alone."""
+
+    def __init__(self, ends: bool) -> None:
+        groups = [
+            OutsideGroup("full", FullAttention(), 64, 99, (Fragment(0, 1024, 1024),)),
+            OutsideGroup("state", RecurrentState([Part("0", (16,), "float32")]), 64, 99, (Fragment(99 << 10, 64, 64),)),
+        ]
+        self.tier = HostTier(groups, np.zeros(99 * 1088, np.uint8), "64KiB", "off")
+        self.ends = ends
+
+    def begin(self, tokens: list[int], answer: int) -> tuple[HostText, list[int]]:
+        """A text up to its prompt's end, and what it is in the end."""
+        said = [*tokens, *text_of(tokens, answer)]
+        text = self.tier.text(chain(said, 64))
+        self.hit = text.match(0, len(tokens)).end
+        text.drop()
+        self.computed(text, len(tokens), (len(tokens) - 1) // 64)
+        return text, said
+
+    def end(self, text: HostText, said: list[int]) -> None:
+        self.computed(text, len(said), len(said) // 64)
+        text.close()
+
+    def ask(self, tokens: list[int], answer: int) -> int:
+        """A text from its beginning to its end; returns its hit."""
+        self.end(*self.begin(tokens, answer))
+        return self.hit
+
+    def computed(self, text: HostText, end: int, last: int) -> None:
+        blocks = np.arange(end // 64, dtype=np.int32)
+        text.computed([blocks, np.where(self.ends & (blocks + 1 != last), -1, blocks)], end, is_end=True)
+        self.settle()
+
+    def settle(self) -> None:
+        self.tier.poll()
+        while self.tier.has_work:
+            self.tier.wait(1)
+            self.tier.poll()
+
+    def age(self, tokens: list[int]) -> int:
+        """The place of the state after these tokens in the order of going."""
+        (block,) = self.tier.pools.find(np.array([1], np.int32), chain(tokens, 64)[-1:])
+        return self.tier.pools.coldest(1, 40).tolist().index(int(block))
+
+
+def test_a_host_tier_keeps_as_many_states_of_a_text() -> None:
+    engine = Tier(ends=False)
+    with engine.tier as tier:
+        assert engine.ask(prompt(), 100) == 0
+        assert hot_states(tier.pools)[1] == 2
+        following = prompt() + text_of(prompt(), 100) + prompt(600, 1)
+        assert engine.ask(following, 70) == 1088
+        assert hot_states(tier.pools)[1] == 2, "those of the turn before are old now"
+        last = (len(following) - 1) // 64 * 64
+        assert engine.ask(following[: last - 70] + [91] * 300, 1) == last - SHORT
+
+
+def test_in_a_host_tier_the_state_before_a_prompt_s_end_is_as_young_as_the_text() -> None:
+    engine = Tier(ends=False)
+    with engine.tier:
+        first = engine.begin(prompt(), 200)
+        engine.ask(prompt(seed=1), 2)
+        engine.end(*first)
+        ages = [engine.age(prompt(seed=seed)[: LAST - SHORT]) for seed in (0, 1)]
+        assert ages[0] > ages[1], "its text has ended later"
+
+
+def test_an_engine_that_keeps_no_state_there_has_none_of_an_earlier_turn_in_its_place() -> None:
+    engine = Tier(ends=True)
+    with engine.tier:
+        engine.ask(prompt(), 100)
+        following = engine.begin(prompt() + text_of(prompt(), 100) + prompt(600, 1), 70)
+        engine.ask(prompt(seed=1), 100)
+        engine.end(*following)
+        before, other = prompt() + text_of(prompt(), 100), prompt(seed=1) + text_of(prompt(seed=1), 100)
+        assert engine.age(before[:1088]) < engine.age(other[:1088]), "it is as old as its last use"

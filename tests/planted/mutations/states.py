@@ -26,8 +26,8 @@ MUTATIONS = (
         "core/coordinator/shorts",
         (
             "Retention.cool_states",
-            "self._use(groups[cold], keys[cold], cold=True)",
-            "self._use(groups[cold], keys[cold])",
+            "self._use(np.full(len(cold), g, np.int32), cold, cold=True)",
+            "self._use(np.full(len(cold), g, np.int32), cold)",
         ),
     ),
     mutation(
@@ -35,7 +35,32 @@ MUTATIONS = (
         "S4",
         "it goes while its K and V stay, and who parts there computes all of a long text again",
         "core/coordinator/shorts",
-        ("Retention.cool_states", "self._use(groups[kept], keys[kept])", "pass"),
+        ("Retention.cool_states", "self._use(np.full(len(kept), g, np.int32), kept)", "pass"),
+    ),
+    mutation(
+        "a_host_tier_keeps_the_states_of_earlier_turns",
+        "S4",
+        "an engine over a host tier has half of the room for conversations",
+        "core/coordinator/shorts",
+        (
+            "HostText._leave",
+            "parts.stores.touch(np.full(len(cold), g, np.int32), cold, cold=True)",
+            "parts.stores.touch(np.full(len(cold), g, np.int32), cold)",
+        ),
+    ),
+    mutation(
+        "a_host_tier_s_state_before_a_prompt_s_end_is_older_than_its_text",
+        "S4",
+        "it goes while its K and V stay, and who parts there computes all of a long text again",
+        "core/coordinator/shorts",
+        ("HostText._leave", "parts.stores.touch(np.full(len(kept), g, np.int32), kept)", "pass"),
+    ),
+    mutation(
+        "a_state_far_before_a_prompt_s_end_stays_in_place_of_one_shortly_before_it",
+        "S4",
+        "each conversation has two states, one of which nobody goes on from",
+        "core/coordinator/shorts",
+        ("HostText.computed_by", "keeping.keep_no_short(course)", "pass"),
     ),
     mutation(
         "states_go_before_older_content_in_slabs_with_a_block_in_use",
