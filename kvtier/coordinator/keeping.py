@@ -105,7 +105,8 @@ class Text(NamedTuple):
 class Keeping:
     """Decides for a cache with these groups.
 
-    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept.
+    ``whole``: as in ``Returns``. ``passes``: what windows pass may be kept. ``shorts``: of long prompts a state is kept
+    shortly before the end. The states of an engine with its own memory are where that engine makes them.
     """
 
     def __init__(
@@ -115,12 +116,14 @@ class Keeping:
         hash_tokens: int,
         whole: float = 0.0,
         passes: bool = False,
+        shorts: bool = False,
     ) -> None:
         self._unit, self._hash = hit_tokens, hash_tokens
         self._local = [group.attention for group in groups if group.attention.kind is not Kind.FULL]
         self._has_full = len(self._local) < len(groups)
         self._groups = [(group.attention, group.block_tokens) for group in groups]
         self._passes = passes
+        self._shorts = shorts
         self.sizes = TextBytes(groups)
         """What texts take."""
         self.boundaries = Boundaries()
@@ -160,26 +163,16 @@ class Keeping:
             course.kept |= {course.cold_from} - {0}
         if course.is_guest:
             course.cold_from, course.cold_to, course.gone_from = hit, NEVER, hit
-        elif self.sizes.full(last) >= SHORT_PAYS * self.sizes.state > 0 and last <= course.gone_from:
+        elif self._shorts and self.sizes.full(last) >= SHORT_PAYS * self.sizes.state and last <= course.gone_from:
             self._keep_short(course, last)
 
     def _keep_short(self, course: Course, last: int) -> None:
-        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it.
-
-        If hits are further apart than that, the one at its end does for them.
-        """
-        if self._unit > SHORT:
-            return
+        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it."""
         course.short = max(0, last - SHORT // self._unit * self._unit)
         if course.short > course.begun_with:
             course.told.add(course.short)
         else:
             course.cold_from = course.begun_with
-
-    def keep_no_short(self, course: Course) -> None:
-        """The engine keeps no state shortly before the prompt's end."""
-        course.told.discard(course.short)
-        course.short = 0
 
     def _come_back(self, course: Course, text: Text, full: int, room: Callable[[Bytes], float]) -> None:
         """Learns what the text has in common with earlier ones, and which of these nobody has come back to.
@@ -364,22 +357,27 @@ class Keeping:
         return spans
 
     def outrun(
-        self, course: Course, keys: KeyArray, end: int, is_answer: bool, is_there: Callable[[KeyArray], Mask]
+        self, course: Course, keys: KeyArray, end: int, is_answer: bool, there: Callable[[KeyArray], tuple[Mask, Mask]]
     ) -> tuple[KeyArray, KeyArray]:
-        """A text has ended, as in ``end``. Of a group's states before that: the one that is as young as its K and V
-        from now on, and those that go first; by their keys. ``is_there``: which of these keys have a state, bool [n].
+        """A text has ended, as in ``end``. Of the states before its last one: the one that is as young as the text's K
+        and V from now on, and those that go first; by their keys. ``there``: which of these keys have a state in all
+        groups, and in any, bool [n] each.
 
-        The newest one up to ``short`` stays: a turn of a few tokens has none of its own. What others want goes its own
-        way.
+        The newest one up to ``short`` stays: a turn of a few tokens has none of its own. So do those that several want.
+        Nothing is said if the last one is not there, which is to do for the others.
         """
-        is_named = course.short and self.names_end(course, is_answer)
-        at = np.arange(self._unit, min(self.last_boundaries(end)) if is_named else 0, self._unit)
+        is_named, last = course.short and self.names_end(course, is_answer), min(self.last_boundaries(end))
+        at = np.arange(self._unit, last + 1 if is_named else 0, self._unit)
         names = np.ascontiguousarray(keys[at // self._hash - 1])
-        there = np.flatnonzero(is_there(names)) if len(at) else at
-        stays = max(0, int(np.searchsorted(at[there], course.short, "right")) - 1)
-        others = np.delete(there, slice(stays, stays + 1)).tolist()
+        in_all, in_any = there(names)
+        if not in_all[-1:].any():
+            return names[:0], names[:0]
+        found = np.flatnonzero(in_all[:-1])
+        stays = max(0, int(np.searchsorted(at[found], course.short, "right")) - 1)
+        kept = found[stays : stays + 1]
+        others = np.setdiff1d(np.flatnonzero(in_any[:-1]), kept, assume_unique=True).tolist()
         cold = [k for k in others if not self.boundaries.is_stem(names[k].tobytes())]
-        return names[there[stays : stays + 1]], names[np.array(cold, np.int64)]
+        return names[kept], names[np.array(cold, np.int64)]
 
     def has_lost(self, course: Course, keys: KeyArray, num_tokens: int, hit: int) -> bool:
         """Whether this hit is less than half of what the waiting text has in common with an earlier one."""

@@ -45,7 +45,7 @@ class Retention:
         self._sizes = TextBytes(spec.groups)
         passes = not mode.before_eviction  # else what is passed would be stored
         whole = self._room(self._sizes.of(LONG), np.int64(0))
-        self.keeping = Keeping(spec.groups, spec.hit_tokens, spec.hash_tokens, whole, passes)
+        self.keeping = Keeping(spec.groups, spec.hit_tokens, spec.hash_tokens, whole, passes, tables.has_states)
         """What is decided."""
 
     # --- a request's way --------------------------------------------------------------------------
@@ -140,19 +140,18 @@ class Retention:
     def cool_states(self, seq: Tracked, end: int) -> None:
         """The request's text has ended after ``end`` tokens. Of its states before that, one is as young as its K and V
         from now on; the others go first, unless others want them."""
-        prompt = len(seq.request.tokens)
-        for g in self._tables.state_groups:
+        states = np.array(self._tables.state_groups, np.int32)
 
-            def is_there(names: KeyArray, g: int = g) -> Mask:
-                groups = np.full(len(names), g, np.int32)
-                there: Mask = self._pools.find(groups, names) > 0
-                if self._host is not None and self._mode.keeps_copies:
-                    there |= self._host.find(groups, names) > 0
-                return there
+        def there(names: KeyArray) -> tuple[Mask, Mask]:
+            found = self._pools.find(*_of_each(states, names)) > 0
+            if self._host is not None and self._mode.keeps_copies:
+                found |= self._host.find(*_of_each(states, names)) > 0
+            by_group = found.reshape(len(states), len(names))
+            return np.logical_and.reduce(by_group), np.logical_or.reduce(by_group)
 
-            kept, cold = self.keeping.outrun(seq.course, seq.keys, end, end > prompt, is_there)
-            self._use(np.full(len(kept), g, np.int32), kept)
-            self._use(np.full(len(cold), g, np.int32), cold, cold=True)
+        kept, cold = self.keeping.outrun(seq.course, seq.keys, end, end > len(seq.request.tokens), there)
+        self._use(*_of_each(states, kept))
+        self._use(*_of_each(states, cold), cold=True)
 
     def _use(self, groups: Ids, keys: KeyArray, cold: bool = False) -> None:
         """Content with these keys that nobody holds becomes the newest, or the oldest, as do copies if the mode
@@ -201,6 +200,11 @@ class Retention:
             return
         seq.anchored_at = computed
         self._tables.seal_anchors(seq.row, self.keeping.last_boundaries(computed), seq.keys)
+
+
+def _of_each(groups: Ids, keys: KeyArray) -> tuple[Ids, KeyArray]:
+    """These keys in each of the groups."""
+    return np.repeat(groups, len(keys)), np.tile(keys, (len(groups), 1))
 
 
 def _tenant(salt: str | None) -> bytes | None:

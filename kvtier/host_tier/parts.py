@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.coordinator.door import RemoteDoor
-from kvtier.coordinator.keeping import Keeping, Mask
+from kvtier.coordinator.keeping import Keeping
 from kvtier.coordinator.match import Match, Matcher
 from kvtier.cpu_offload.connector import Connector
 from kvtier.cpu_offload.device_side import OutsideDevice
@@ -140,15 +140,6 @@ class HostParts:
         """Of each of these groups, the key of a text that names its first block."""
         units: Int64s = self.arrays.geometry[self.full, Geo.UNITS]
         return units - 1
-
-    @cached_property
-    def state_groups(self) -> list[int]:
-        """The groups of recurrent states."""
-        return [g for g, group in enumerate(self.spec.groups) if group.attention.kind is Kind.STATE]
-
-    def has(self, group: int, keys: KeyArray) -> Mask:
-        """Which of these keys the group's pool has, bool [n]."""
-        return self.pools.find(np.full(len(keys), group, np.int32), keys) > 0
 
     @cached_property
     def room_of_slabs(self) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -233,9 +232,8 @@ class HostText:
 
         ``tables[g]``: device blocks of group g by logical block, int32; a negative block is not there any more. Full
         groups store their full blocks. Window, chunk and state groups store the blocks of hits at the boundaries of
-        parting prompts, and of a long prompt a state shortly before its end. With ``is_end`` (of the prompt, of the
-        text) they also store the last boundaries' blocks. Full groups then store earlier blocks that had found no room.
-        Blocks that the tier has already count as used again.
+        parting prompts. With ``is_end`` (of the prompt, of the text) they also store the last boundaries' blocks. Full
+        groups then store earlier blocks that had found no room. Blocks that the tier has already count as used again.
         The next ``poll`` submits the stores.
         """
         self._check_open()
@@ -264,12 +262,8 @@ class HostText:
         slack = set() if is_answer or course.slack_from == NEVER else ends
         worth = [] if course.is_guest else self._worth(named, slack, 0 if ends else self._stored, known)
         blocks = self._blocks(worth, blocks_of)
-        if course.short in parted and not self._has_state(course.short, blocks[0], blocks[1]):
-            keeping.keep_no_short(course)
-            parted = keeping.parted(course, self._stored, known)
         for boundary in parted:
             keeping.part(course, keys, boundary)
-        shared = keeping.shared(course, keys, parted)
         self._stored = max(self._stored, known)
         if len(blocks[0]):
             self._store(*blocks)
@@ -277,27 +271,23 @@ class HostText:
             self._note_end(keys, end, is_answer)
         if self._with_remote:
             seek = None if self._sought is None else self._sought.seek
-            parts.door.offer(keys, sorted({*shared, *ends}, reverse=True), seek)
+            parts.door.offer(keys, sorted({*parted, *ends}, reverse=True), seek)
 
     def _note_end(self, keys: KeyArray, end: int, is_answer: bool) -> None:
         self._end, self._is_left = end, is_answer
-        if is_answer:
-            self._leave(keys, is_answer)
-        else:
+        if not is_answer:
             self._parts.keeping.end_prompt(self._course, keys, end)
+            return
+        self._parts.keeping.end(self._course, keys, end, is_answer)
+        self._leave(keys)
 
-    def _leave(self, keys: KeyArray, is_answer: bool) -> None:
-        """The text has ended: what its end supersedes is the first to go, in the tier and on its way down."""
+    def _leave(self, keys: KeyArray) -> None:
+        """The text has gone on: what its end supersedes is the first to go, in the tier and on its way down."""
         parts, course = self._parts, self._course
-        parts.keeping.end(course, keys, self._end, is_answer)
         for g, (first, end) in enumerate(() if course.is_guest else parts.keeping.gone(course, self._stored)):
             if end > first:
                 groups = np.full(end - first, g, np.int32)
                 parts.stores.touch(groups, self._names(groups, np.arange(first, end)), cold=True)
-        for g in parts.state_groups:
-            kept, cold = parts.keeping.outrun(course, keys, self._end, is_answer, partial(parts.has, g))
-            parts.stores.touch(np.full(len(kept), g, np.int32), kept)
-            parts.stores.touch(np.full(len(cold), g, np.int32), cold, cold=True)
         if self._with_remote and course.went_on_from:
             parts.door.supersede(keys, course.went_on_from, parts.keeping.boundaries.is_wanted)
 
@@ -322,14 +312,6 @@ class HostText:
         are_states = np.array([group.attention.kind is Kind.STATE for group in self._parts.spec.groups])[groups]
         if are_states.any():
             self._parts.stores.touch(groups[are_states], self._names(groups[are_states], at[are_states]))
-
-    def _has_state(self, boundary: int, groups: Ids, at: Int64s) -> bool:
-        """Whether these blocks, logical blocks ``at`` of their groups, have a state at this boundary."""
-        spec = self._parts.spec
-        return any(
-            np.any((groups == g) & (at == boundary // spec.groups[g].block_tokens - 1))
-            for g in self._parts.state_groups
-        )
 
     def _store(self, groups: Ids, at: Int64s, blocks: Ids) -> None:
         """Plans the stores. Full blocks of an answer, if nothing of answers is found again, and of a tail get what room
@@ -386,7 +368,8 @@ class HostText:
         if not self._is_closed and self._end and course.has_begun and not self._is_outdated:
             keys = self._keys.first(self._end // self._parts.spec.hash_tokens)
             if not self._is_left:
-                self._leave(keys, is_answer=False)
+                keeping.end(course, keys, self._end, is_answer=False)
+                self._leave(keys)
             keeping.leave(course, keys, course.prompt_end, self._end)
         self._is_closed = True
 

@@ -9,23 +9,10 @@ import inside
 import numpy as np
 import pytest
 
-from core.folding import Engine, text_of
-from core.outside import chain
-from kvtier import (
-    CacheSpec,
-    Fragment,
-    FullAttention,
-    GroupSpec,
-    HostText,
-    HostTier,
-    KVCache,
-    OutsideGroup,
-    Part,
-    RecurrentState,
-    Request,
-    Scheduler,
-)
-from kvtier.coordinator.keeping import SHORT, SHORT_PAYS
+from core.folding import Engine, spec_of, text_of
+from kvtier import CacheSpec, FullAttention, GroupSpec, KVCache, Part, RecurrentState, Request, Scheduler
+from kvtier.coordinator.boundaries import Boundaries
+from kvtier.coordinator.keeping import SHORT, SHORT_PAYS, Course, Keeping, Text
 
 TOKEN_BYTES = 16
 """Of K and V."""
@@ -93,11 +80,15 @@ def test_at_its_end_a_text_s_other_states_go_first(host: bool) -> None:
         assert [hot_states(pools)[1] for pools in tiers] == [2] * len(tiers), "those of the turn before are old now"
 
 
+def names_of(cache: KVCache, tokens: list[int]) -> np.ndarray:
+    """A key for each 64 tokens."""
+    chain = inside.coordinator(cache).chain
+    return chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
+
+
 def state_after(cache: KVCache, tokens: list[int]) -> int:
     """The block with the state after these tokens, 0 if there is none."""
-    chain = inside.coordinator(cache).chain
-    keys = chain.extend(chain.root(None, None, ()), np.array(tokens, np.int32), np.empty((0, 2), np.uint64))
-    return int(inside.pools(cache).find(np.array([1], np.int32), keys[-1:])[0])
+    return int(inside.pools(cache).find(np.array([1], np.int32), names_of(cache, tokens)[-1:])[0])
 
 
 def test_the_state_shortly_before_a_prompt_s_end_is_as_young_as_the_text() -> None:
@@ -164,80 +155,56 @@ def test_what_several_have_wanted_stays() -> None:
         )
 
 
-class Tier:
-    """A host tier, and an engine that keeps the states of a text at each boundary, or at its ``ends`` alone."""
-
-    def __init__(self, ends: bool) -> None:
-        groups = [
-            OutsideGroup("full", FullAttention(), 64, 99, (Fragment(0, 1024, 1024),)),
-            OutsideGroup("state", RecurrentState([Part("0", (16,), "float32")]), 64, 99, (Fragment(99 << 10, 64, 64),)),
-        ]
-        self.tier = HostTier(groups, np.zeros(99 * 1088, np.uint8), "64KiB", "off")
-        self.ends = ends
-
-    def begin(self, tokens: list[int], answer: int) -> tuple[HostText, list[int]]:
-        """A text up to its prompt's end, and what it is in the end."""
-        said = [*tokens, *text_of(tokens, answer)]
-        text = self.tier.text(chain(said, 64))
-        self.hit = text.match(0, len(tokens)).end
-        text.drop()
-        self.computed(text, len(tokens), (len(tokens) - 1) // 64)
-        return text, said
-
-    def end(self, text: HostText, said: list[int]) -> None:
-        self.computed(text, len(said), len(said) // 64)
-        text.close()
-
-    def ask(self, tokens: list[int], answer: int) -> int:
-        """A text from its beginning to its end; returns its hit."""
-        self.end(*self.begin(tokens, answer))
-        return self.hit
-
-    def computed(self, text: HostText, end: int, last: int) -> None:
-        blocks = np.arange(end // 64, dtype=np.int32)
-        text.computed([blocks, np.where(self.ends & (blocks + 1 != last), -1, blocks)], end, is_end=True)
-        self.settle()
-
-    def settle(self) -> None:
-        self.tier.poll()
-        while self.tier.has_work:
-            self.tier.wait(1)
-            self.tier.poll()
-
-    def age(self, tokens: list[int]) -> int:
-        """The place of the state after these tokens in the order of going."""
-        (block,) = self.tier.pools.find(np.array([1], np.int32), chain(tokens, 64)[-1:])
-        return self.tier.pools.coldest(1, 40).tolist().index(int(block))
+def keys_of(tokens: list[int]) -> np.ndarray:
+    """A name for each 64 tokens, uint64 [n, 2]."""
+    names = [hash(tuple(tokens[:end])) & (2**63 - 1) for end in range(64, len(tokens) + 1, 64)]
+    return np.array([names, names], np.uint64).T.copy()
 
 
-def test_a_host_tier_keeps_as_many_states_of_a_text() -> None:
-    engine = Tier(ends=False)
-    with engine.tier as tier:
-        assert engine.ask(prompt(), 100) == 0
-        assert hot_states(tier.pools)[1] == 2
-        following = prompt() + text_of(prompt(), 100) + prompt(600, 1)
-        assert engine.ask(following, 70) == 1088
-        assert hot_states(tier.pools)[1] == 2, "those of the turn before are old now"
-        last = (len(following) - 1) // 64 * 64
-        assert engine.ask(following[: last - 70] + [91] * 300, 1) == last - SHORT
+def test_a_text_that_goes_first_keeps_no_state_shortly_before_its_prompt_s_end(monkeypatch) -> None:
+    monkeypatch.setattr(Boundaries, "pays", lambda self, end, app=b"": False)
+    keeping = Keeping(spec_of(64).groups, 64, 64, shorts=True)
+    for k, goes in enumerate([False, True, True]):
+        course, tokens = Course(), prompt()[:128] + prompt(seed=k)[128:]
+        keeping.begin(course, Text(keys_of(tokens), PROMPT, 0, 0), lambda _: 1e9)
+        assert (course.gone_from < LAST, course.short) == (goes, 0 if goes else LAST - SHORT)
+        keeping.end_prompt(course, keys_of(tokens), PROMPT)
+        keeping.end(course, keys_of(tokens), PROMPT, is_answer=False)
+        keeping.leave(course, keys_of(tokens), PROMPT, PROMPT)
 
 
-def test_in_a_host_tier_the_state_before_a_prompt_s_end_is_as_young_as_the_text() -> None:
-    engine = Tier(ends=False)
-    with engine.tier:
-        first = engine.begin(prompt(), 200)
-        engine.ask(prompt(seed=1), 2)
-        engine.end(*first)
-        ages = [engine.age(prompt(seed=seed)[: LAST - SHORT]) for seed in (0, 1)]
-        assert ages[0] > ages[1], "its text has ended later"
+@pytest.mark.parametrize(("missing", "kept", "cold"), [((), 1, 13), ((LAST - SHORT,), 1, 12), ((LAST,), 0, 0)])
+def test_other_states_go_only_if_the_one_at_the_end_is_there(missing: tuple[int, ...], kept: int, cold: int) -> None:
+    keeping, course, keys = Keeping(spec_of(64).groups, 64, 64, shorts=True), Course(), keys_of(prompt())
+    keeping.begin(course, Text(keys, PROMPT, 0, 0), lambda _: 1e9)
+    there = np.array([(n + 1) * 64 not in missing for n in range(len(keys))])
+    stays, go = keeping.outrun(course, keys, PROMPT, False, lambda names: (there[: len(names)],) * 2)
+    assert (len(stays), len(go)) == (kept, cold)
+    if kept:
+        assert np.array_equal(stays[0], keys[(LAST - SHORT) // 64 - 1 - len(missing)])
 
 
-def test_an_engine_that_keeps_no_state_there_has_none_of_an_earlier_turn_in_its_place() -> None:
-    engine = Tier(ends=True)
-    with engine.tier:
-        engine.ask(prompt(), 100)
-        following = engine.begin(prompt() + text_of(prompt(), 100) + prompt(600, 1), 70)
-        engine.ask(prompt(seed=1), 100)
-        engine.end(*following)
-        before, other = prompt() + text_of(prompt(), 100), prompt(seed=1) + text_of(prompt(seed=1), 100)
-        assert engine.age(before[:1088]) < engine.age(other[:1088]), "it is as old as its last use"
+def test_all_groups_keep_the_states_of_the_same_boundaries() -> None:
+    parts = Part("conv0", (3,), "bfloat16"), Part("recurrent0", (12,), "float32")
+    groups = [GroupSpec(name, RecurrentState(parts), 1) for name in ("state", "other")]
+    full = GroupSpec("full", FullAttention(), 1, 1, 2, "float32", block_tokens=64)
+    with KVCache(CacheSpec([full, *groups]), device_blocks={"full": 200, "state": 40, "other": 40}) as cache:
+        pools, scheduler = inside.pools(cache), Scheduler(cache, max_batched_tokens=4096, max_running=2)
+
+        def serve(name: str, tokens: list[int], count: int) -> None:
+            scheduler.add(Request(name, tokens, count))
+            while scheduler.has_work():
+                step = scheduler.schedule()
+                scheduler.commit(step, np.full(len(step.sample_rows), 3, np.int64))
+
+        serve("a", prompt(), 100)
+        names = names_of(cache, prompt() + [3] * 99)
+        lost = pools.find(np.array([2], np.int32), names[(LAST - SHORT) // 64 - 1 :][:1])
+        pools.unpublish(np.array([2], np.int32), lost)
+        serve("b", prompt() + [3] * 99 + prompt(100, 1), 200)
+        hot = []
+        for g in 1, 2:
+            blocks = pools.find(np.full(len(names), g, np.int32), names)
+            is_hot = ~pools.is_superseded(np.full(len(names), g, np.int32), np.maximum(blocks, 1))
+            hot.append(np.flatnonzero((blocks > 0) & is_hot).tolist())
+        assert hot[0] == hot[1]
