@@ -31,8 +31,10 @@ if importlib.util.find_spec("vllm") is None:
 def bind_kernels_now() -> None:
     """vLLM does it when it makes a worker, and cannot do it once numba is there: kvtier's parts bring that.
 
-    `test_fresh_process.py` does without.
+    `test_fresh_process.py` does without. vLLM 0.30 binds none.
     """
+    if importlib.util.find_spec("vllm.triton_utils.dispatcher") is None:
+        return
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
 
