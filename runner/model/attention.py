@@ -23,7 +23,7 @@ from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.compressed import OneRequest
 from runner.model.latents import Absorbed
-from runner.model.states import StatesOfDecode, StatesOfStep
+from runner.model.state_steps import StatesOfDecode, StatesOfStep
 
 NAME = "kvtier"
 """The attention implementation to ask transformers for."""

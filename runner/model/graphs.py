@@ -30,7 +30,7 @@ from kvtier.attention.kernels import words
 from kvtier.geometry.kinds import Kind
 from runner.model.hybrid import HybridModel
 from runner.model.selfcheck import scratch_cache
-from runner.model.states import StatesOfDecode, unsound
+from runner.model.state_steps import StatesOfDecode, unsound
 
 _log = logging.getLogger(__name__)
 

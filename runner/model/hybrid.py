@@ -39,7 +39,8 @@ from runner.model.device import model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import give_back, take_latents
 from runner.model.pooled.table import take
-from runner.model.states import Mixers, StatesOfDecode, StatesOfStep, turned, with_inputs
+from runner.model.state_steps import StatesOfDecode, StatesOfStep
+from runner.model.states import Mixers, turned, with_inputs
 
 _GRAPH_ROWS = 256
 """Rows of the largest captured decode step that the attention's workspace is sized for at load; see ``make_room``."""

@@ -141,7 +141,7 @@ MUTATIONS = (
         "S6",
         "a state that is not finite is findable",
         "served/pooled",
-        ("runner.model.states.unsound", "not len(kept)", "True"),
+        ("runner.model.state_steps.unsound", "not len(kept)", "True"),
     ),
     mutation(
         "state_of_a_hit_is_read_at_the_next_boundary",
