@@ -359,6 +359,29 @@ class Unpinned:
         return torch.empty(*args, **options)
 
 
+def _with_sinks(asked: SimpleNamespace) -> Compiled:
+    """The kernel that these arguments of FlashInfer's generator ask for: kvtier's one with sinks."""
+    assert asked.backend in ("fa2", "fa3") and asked.variant_name == "AttentionSink"
+    owner = {"fa2": "params.", "fa3": "params.additional_params."}[asked.backend]
+    assert "struct AttentionSink" in asked.variant_decl and f" {owner}sink[qo_head_idx]" in asked.variant_decl
+    assert (asked.additional_tensor_names, asked.additional_tensor_dtypes) == (["sink"], ["float"])
+    assert (asked.additional_scalar_names, asked.additional_scalar_dtypes) == (["sm_scale"], ["double"])
+    assert not (asked.pos_encoding_mode or asked.use_logits_soft_cap or asked.use_fp16_qk_reduction)
+    return Compiled(
+        asked.uri,
+        asked.dtype_q,
+        asked.dtype_kv,
+        asked.dtype_o,
+        asked.idtype,
+        asked.head_dim_qk,
+        asked.head_dim_vo,
+        asked.use_sliding_window,
+        softcap=False,
+        sinks=True,
+        kernels=asked.backend,
+    )
+
+
 @contextmanager
 def on_a_late_stream(monkeypatch: Any) -> Iterator[Gpu]:
     """FlashInfer over stand-in kernels, and kvtier's moments on their stream."""
@@ -377,27 +400,8 @@ def on_a_late_stream(monkeypatch: Any) -> Iterator[Gpu]:
         given = inspect.signature(prefill.gen_customize_batch_prefill_module).bind(*args, **options)
         given.apply_defaults()
         asked = SimpleNamespace(**given.arguments)
-        assert asked.backend in ("fa2", "fa3") and asked.variant_name == "AttentionSink"
-        owner = {"fa2": "params.", "fa3": "params.additional_params."}[asked.backend]
-        assert "struct AttentionSink" in asked.variant_decl and f" {owner}sink[qo_head_idx]" in asked.variant_decl
-        assert (asked.additional_tensor_names, asked.additional_tensor_dtypes) == (["sink"], ["float"])
-        assert (asked.additional_scalar_names, asked.additional_scalar_dtypes) == (["sm_scale"], ["double"])
-        assert not (asked.pos_encoding_mode or asked.use_logits_soft_cap or asked.use_fp16_qk_reduction)
-        compiled = Compiled(
-            asked.uri,
-            asked.dtype_q,
-            asked.dtype_kv,
-            asked.dtype_o,
-            asked.idtype,
-            asked.head_dim_qk,
-            asked.head_dim_vo,
-            asked.use_sliding_window,
-            softcap=False,
-            sinks=True,
-            kernels=asked.backend,
-        )
         # A library of that name that was built before is loaded as it is, whatever it was built for.
-        return Module(gpu, loaded.setdefault(asked.uri, compiled))
+        return Module(gpu, loaded.setdefault(asked.uri, _with_sinks(asked)))
 
     def unequal(*args: Any) -> _Spec:
         return _Spec(gpu, None)  # type: ignore[arg-type]
