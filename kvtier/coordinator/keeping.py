@@ -167,7 +167,10 @@ class Keeping:
             self._keep_short(course, last)
 
     def _keep_short(self, course: Course, last: int) -> None:
-        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it."""
+        """One state stays for all that part from this text at its prompt's end or up to SHORT tokens before it.
+
+        The text is long, and full attention's part of it stays too.
+        """
         course.short = max(0, last - SHORT // self._unit * self._unit)
         if course.short > course.begun_with:
             course.told.add(course.short)
@@ -359,12 +362,12 @@ class Keeping:
     def outrun(
         self, course: Course, keys: KeyArray, end: int, is_answer: bool, there: Callable[[KeyArray], tuple[Mask, Mask]]
     ) -> tuple[KeyArray, KeyArray]:
-        """A text has ended, as in ``end``. Of the states before its last one: the one that is as young as the text's K
-        and V from now on, and those that go first; by their keys. ``there``: which of these keys have a state in all
-        groups, and in any, bool [n] each.
+        """A text has ended, as in ``end``. Returns the keys, uint64 [n, 2], of two parts of its states: of what is as
+        young as its K and V from now on, and of what goes first. ``there``: which keys have a state in all groups, and
+        in any; bool [n] each.
 
-        The newest one up to ``short`` stays: a turn of a few tokens has none of its own. So do those that several want.
-        Nothing is said if the last one is not there, which is to do for the others.
+        The newest state up to ``short`` stays: a turn of a few tokens has none of its own. States that several want do
+        not go. None goes if the text has no state at its end.
         """
         is_named, last = course.short and self.names_end(course, is_answer), min(self.last_boundaries(end))
         at = np.arange(self._unit, last + 1 if is_named else 0, self._unit)
