@@ -7,10 +7,7 @@ Does not   compute (``_decode_loops`` does), or know requests.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +26,8 @@ from kvtier.attention._decode_loops import (
 )
 from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
+from kvtier.machine.loops.arrays import Floats, flat, in_shares
 
-Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 _WORTH_A_THREAD = 1 << 21  # products of elements: some 100 us
@@ -48,7 +45,7 @@ class Pools:
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         self.tensors = k_cache, v_cache
-        self.k, self.v = _flat(k_cache), _flat(v_cache)
+        self.k, self.v = flat(k_cache), flat(v_cache)
         (self.blocks, block_tokens, self.kv_heads, self.dim), self.dim_v = k_cache.shape, v_cache.shape[3]
         if v_cache.shape[:3] != k_cache.shape[:3]:
             raise StepError(f"K {_shape(k_cache)} and V {_shape(v_cache)} are no pools of the same blocks")
@@ -94,7 +91,7 @@ class InPlace:
         if not key.shape[0] == value.shape[0] == len(self._slots):
             raise StepError(f"got {key.shape[0]} keys, {value.shape[0]} values and {len(self._slots)} slots")
         strides = np.array((*key.stride()[:2], *value.stride()[:2]))
-        if not write_slots(pools.k, pools.v, _flat(key), _flat(value), self._slots, pools.sizes, strides):
+        if not write_slots(pools.k, pools.v, flat(key), flat(value), self._slots, pools.sizes, strides):
             raise StepError("the step's slot mapping names a block that is not in the pool")
 
     def attend(
@@ -121,11 +118,11 @@ class InPlace:
         means = np.empty((len(pieces), heads, pools.dim_v), np.float32)
         state = np.empty((len(pieces), heads, 2), np.float32)
         factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
-        strides, flat = np.array(query.stride()[:2]), _flat(query)
+        strides, queries = np.array(query.stride()[:2]), flat(query)
 
         def compute(begin: int, end: int) -> bool:
             room, at = np.empty(heads * (dim + TILE), np.float32), np.empty((2, TILE), np.int64)
-            arrays = means.reshape(-1), state, flat, pools.k, pools.v, self._table, pieces
+            arrays = means.reshape(-1), state, queries, pools.k, pools.v, self._table, pieces
             return bool(attend_pieces(*arrays, begin, end, pools.sizes, strides, factors, room, at))
 
         if not spread(compute, pieces, heads * (dim + pools.dim_v)):
@@ -145,16 +142,7 @@ def spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -
     if threads <= 1:
         return compute(0, len(pieces))
     shares = np.searchsorted(tokens, tokens[-1] * np.arange(1, threads) / threads).tolist()
-    bounds = [0, *shares, len(pieces)]
-    workers = _workers(threads - 1, os.getpid())
-    others = [workers.submit(compute, *bounds[i : i + 2]) for i in range(1, threads)]
-    return all([compute(*bounds[:2]), *(other.result() for other in others)])
-
-
-@lru_cache(maxsize=1)
-def _workers(threads: int, _process: int) -> ThreadPoolExecutor:
-    """Threads besides the caller's; a forked process has none of its parent's."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="kvtier-attention")
+    return in_shares(compute, [0, *shares, len(pieces)])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -165,10 +153,3 @@ def _rows(x: Tensor) -> Tensor:
 
 def _shape(x: Tensor) -> str:
     return " x ".join(map(str, x.shape))
-
-
-def _flat(x: Tensor) -> Floats:
-    """The memory from the first element of ``x`` on, as far as it is the tensor's."""
-    size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-    flat: Floats = x.detach().as_strided((size,), (1,)).numpy()
-    return flat

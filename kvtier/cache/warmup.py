@@ -114,6 +114,7 @@ def _run() -> None:
     fixed = {"device_blocks": dict.fromkeys(_KINDS, 8), "host_blocks": dict.fromkeys(_KINDS, 64)}
     shared = {"device_bytes": 5000, "host_bytes": 10000}
     _attention()
+    _rows()
     _bytes()
     _exercise("eager", [1, 2, 1, 1, 2], fixed, [4] * 3, lose=False)  # hits on the device and from the host
     _exercise("lazy", [1, 2, 3, 1, 2], fixed, [4] * 3, lose=True)  # evictions, and copies that never end
@@ -153,6 +154,15 @@ def _attention() -> None:
     loops.attend_pieces(*arrays, 0, count, sizes, strides[:2], np.ones(2, np.float32), room, at)
     loops.merge_pieces(np.empty((1, 1, 1), np.float32), means, state, pieces, none)
     _exact_attention(sizes, table, none)
+
+
+def _rows() -> None:
+    """The norm of a row of one number, and a head of two that is turned."""
+    from kvtier.machine.loops.rows import normed, turned
+
+    one, two, strides = np.ones(1, np.float32), np.ones(2, np.float32), np.zeros(8, np.int64)
+    normed(one.copy(), one, one, np.float32(1), 0, 1, 1, strides[:4])
+    turned(two.copy(), two, one, one, 0, 1, 1, 2, strides)
 
 
 def _exact_attention(sizes: Any, table: Any, none: Any) -> None:

@@ -35,7 +35,7 @@ from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable, NotEx
 from runner.model import checkpoint, mxfp4
 from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
 from runner.model.compressed import Compressed, PlacesOfStep
-from runner.model.device import model_device
+from runner.model.device import ask_for_large_pages, model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import give_back, take_latents
 from runner.model.pooled.table import take
@@ -171,6 +171,7 @@ class HybridModel:
         from runner.model.selfcheck import self_check as check
 
         device = model_device(device)
+        ask_for_large_pages(device)
         folder = checkpoint.find_folder(path_or_id)
         config = checkpoint.read_config(folder)
         spec = _spec_to_attend(config)

@@ -14,6 +14,7 @@ from kvtier.attention._decode_loops import PIECE, TILE
 from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
+from kvtier.machine.loops import arrays
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,9 +75,9 @@ def test_a_key_that_is_not_a_number_is_seen_by_those_that_see_it_and_nobody_else
 
 
 def test_one_thread_starts_no_other() -> None:
-    _decode._workers.cache_clear()
+    arrays._workers.cache_clear()
     Case(FullAttention(), [(1, 3000)] * 4, 8, 2, (64, 64), layers=1).run()
-    assert _decode._workers.cache_info().currsize == 0
+    assert arrays._workers.cache_info().currsize == 0
 
 
 def swapped(batch: PagedBatch, name: str, index: int, value: int) -> PagedBatch:

@@ -13,9 +13,11 @@ from torch import nn
 pytest.importorskip("triton", reason="triton is not installed; `make test` installs it")
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from kvtier.machine.loops import arrays
 from runner.model.fused import experts, linears, norms, rope, table, triton_experts, triton_rope
 from runner.model.fused.triton_experts import Act
 
@@ -119,8 +121,9 @@ def test_gelu_is_found_and_an_unknown_activation_is_left_alone() -> None:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run in Triton's interpreter."""
+    """Kernels run in Triton's interpreter, and no loop stands in for them."""
     monkeypatch.setattr(table, "runs_kernel", lambda device: True)
+    monkeypatch.setattr(rope, "has_loop", lambda module: False)
 
 
 def model_of(config: Any) -> Any:
@@ -143,19 +146,70 @@ def test_a_model_keeps_its_logits(everywhere: None, monkeypatch: pytest.MonkeyPa
     assert launched == ["triton_rope", "triton_experts"] * 2
 
 
-def test_no_bit_of_a_norm_changes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = model_of(Gemma3TextConfig(**SMALL, **HEADS, intermediate_size=40)), torch.arange(20)[None]
+def gemma(dtype: torch.dtype) -> Any:
+    model = model_of(Gemma3TextConfig(**SMALL, **HEADS, intermediate_size=40)).to(dtype)
     for module in model.modules():
         if norms.is_one(module):
             module.weight.normal_()
+    return model
+
+
+def test_no_bit_of_a_half_type_s_norm_changes_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = gemma(torch.bfloat16), torch.arange(20)[None]
     own = model(ids).logits
-    monkeypatch.setattr(linears, "is_faster", lambda: False)
     assert table.fuse(model, CPU)["norms"] == 13  # four and two a layer, one at the end
     called: list[tuple[int, ...]] = []
     inner = nn.functional.rms_norm
     monkeypatch.setattr(nn.functional, "rms_norm", lambda x, *rest: called.append(x.shape) or inner(x, *rest))
     assert torch.equal(model(ids).logits, own)
     assert len(called) == 13
+
+
+def test_norms_and_positions_of_float32_are_loops_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, called = gemma(torch.float32), torch.arange(20)[None], list[str]()
+    own = model(ids).logits
+    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    for module, name in ((norms, "normed"), (rope, "turned")):
+        inner = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *of, i=inner, name=name: called.append(name) or i(*of))
+    assert table.fuse(model, CPU) == NOTHING | {"rope": 2, "norms": 13}
+    called.clear()
+    torch.testing.assert_close(model(ids).logits, own, rtol=1e-5, atol=1e-5)
+    assert sorted(called) == ["normed"] * 13 + ["turned"] * 4
+
+
+def test_half_types_beside_weights_of_float32_keep_the_module_s_own_way() -> None:
+    module, x = LlamaRMSNorm(48), torch.randn(1, 5, 48, dtype=torch.float16)
+    assert torch.equal(norms.plain(module)(x), module(x))
+    own = importlib.import_module("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
+    given = [torch.randn(1, 2, 5, 8).half(), torch.randn(1, 2, 5, 8).half(), torch.ones(1, 5, 8), torch.ones(1, 5, 8)]
+    assert torch.equal(rope.turning(own, by_loop=True)(*given)[0], own(*given)[0])
+
+
+LAYOUTS = {
+    "rows": lambda: torch.randn(1, 23, 48),
+    "heads after tokens": lambda: torch.randn(1, 23, 3, 48),
+    "heads before tokens": lambda: torch.randn(1, 23, 3, 48).transpose(1, 2),
+    "a part of each row": lambda: torch.randn(1, 23, 3, 96)[..., 20:68].transpose(1, 2),
+    "columns": lambda: torch.randn(1, 48, 23).transpose(1, 2),
+    "two sequences": lambda: torch.randn(2, 23, 3, 48).transpose(1, 2),
+    "no rows": lambda: torch.randn(1, 0, 48),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_s_norm_is_the_same_wherever_it_lies(layout: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+    module, x = LlamaRMSNorm(48), LAYOUTS[layout]()
+    module.weight.data.normal_()
+    forward, kept = norms.plain(module), x.clone()
+    found = forward(x)
+    torch.testing.assert_close(found, module(x), rtol=1e-5, atol=1e-6)
+    alone = [forward(row[None].contiguous()) for row in x.reshape(-1, 48)]
+    assert torch.equal(found.reshape(-1, 48), torch.cat([*alone, x.new_empty(0, 48)]))
+    assert torch.equal(x, kept)
 
 
 def test_what_does_not_stand_the_trial_keeps_its_own_forward(
@@ -182,15 +236,21 @@ def test_a_chip_with_less_shared_memory_gets_smaller_tiles(everywhere: None, mon
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_positions_turn_queries_and_keys_as_the_family_does(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("by", [torch.float32, torch.bfloat16, "loop", "loops of three threads"])
+def test_positions_turn_queries_and_keys_as_the_family_does(
+    family: str, by: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gpt-oss has an angle for each pair of numbers, Llama for each number."""
+    by_loop, dtype = (True, torch.float32) if isinstance(by, str) else (False, by)
+    if by == "loops of three threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+        monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
     file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     own, angles = file.apply_rotary_pos_emb, 12 if family == "llama" else 6
     q, k = (torch.randn(1, 7, heads, 12).transpose(1, 2).to(dtype) for heads in (6, 3))
     cos, sin = (torch.randn(1, angles, 7).transpose(1, 2).to(dtype) for _ in range(2))  # transformers 5.17's strides
     refused: list[int] = []
-    ours = rope.turning(lambda *given, **more: refused.append(1) or own(*given, **more))
+    ours = rope.turning(lambda *given, **more: refused.append(1) or own(*given, **more), by_loop=by_loop)
     for found, expected in zip(ours(q, k, cos, sin), own(q, k, cos, sin), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=2e-2)
         assert found.transpose(1, 2).is_contiguous(), "a token's heads lie side by side, as pools want them"
@@ -208,7 +268,7 @@ def test_only_the_modules_of_a_model_turn_otherwise(everywhere: None, monkeypatc
     attention = model.model.layers[0].self_attn
     assert rope.differs(attention, rope.fused(attention)) == ""
     assert file.apply_rotary_pos_emb is own
-    monkeypatch.setattr(rope, "turning", lambda own: lambda q, k, cos, sin: own(q, k, sin, cos))
+    monkeypatch.setattr(rope, "turning", lambda own, by_loop: lambda q, k, cos, sin: own(q, k, sin, cos))
     assert "with 32 angles" in rope.differs(attention, rope.fused(attention))
 
 

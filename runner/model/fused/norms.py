@@ -1,4 +1,4 @@
-"""RMS norms as torch's own kernel, where modeling code takes eight.
+"""RMS norms as one kernel, where modeling code takes eight: torch's on a GPU, a compiled loop for float32 on a CPU.
 
 Families write them out: squares, mean, root, and a weight that is multiplied before or after rounding, or as 1 + w.
 """
@@ -9,12 +9,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""The most that the RMS of a difference may be on a GPU, relative. On a CPU no bit may differ."""
+from kvtier.machine.loops.arrays import Floats, flat, in_shares, shares
+from kvtier.machine.loops.rows import normed
+
+_TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""The most that the RMS of a difference may be, relative. Of half types on a CPU no bit may differ."""
 _ROWS = 1, 3, 70
 """Rows of the trial's steps."""
 
@@ -39,16 +43,48 @@ def kind(module: Any) -> tuple[object, ...]:
 
 def plain(module: Any) -> Callable[..., Tensor]:
     """A forward for ``module`` if its weight is the factor."""
-    epsilon, weight = _epsilon(module), module.weight.detach()
-    return lambda hidden_states: F.rms_norm(hidden_states, weight.shape, weight, epsilon)
+    factor, epsilon = module.weight.detach(), _epsilon(module)
+    if _has_loop(module):
+        return _loop(module, factor)
+    return lambda hidden_states: F.rms_norm(hidden_states, factor.shape, factor, epsilon)
 
 
 def plus_one(module: Any) -> Callable[..., Tensor]:
     """A forward for ``module`` if the factor is 1 + weight, which a half type would round."""
-    epsilon, weight = _epsilon(module), 1.0 + module.weight.detach().float()
-    if module.weight.dtype is torch.float32:
-        return lambda hidden_states: F.rms_norm(hidden_states, weight.shape, weight, epsilon)
-    return lambda hidden_states: F.rms_norm(hidden_states.float(), weight.shape, weight, epsilon).to(hidden_states)
+    factor, epsilon = 1.0 + module.weight.detach().float(), _epsilon(module)
+    if _has_loop(module):
+        return _loop(module, factor)
+    return lambda hidden_states: F.rms_norm(hidden_states.float(), factor.shape, factor, epsilon).to(hidden_states)
+
+
+def _has_loop(module: Any) -> bool:
+    return module.weight.is_cpu and module.weight.dtype is torch.float32
+
+
+def _loop(module: Any, factor: Tensor) -> Callable[..., Tensor]:
+    """A forward by the compiled loop; hidden states of another dtype than the weight's get the module's own."""
+    numbers, epsilon = factor.numpy(), np.float32(_epsilon(module))
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        if hidden_states.dtype is not torch.float32:
+            own: Tensor = type(module).forward(module, hidden_states)
+            return own
+        return _by_loop(numbers, epsilon, hidden_states)
+
+    return forward
+
+
+def _by_loop(factor: Floats, epsilon: np.float32, hidden_states: Tensor) -> Tensor:
+    """The norm of each row of ``hidden_states`` [..., n], float32; it lies in memory in the same order."""
+    x, size = hidden_states, len(factor)
+    heads_apart = x.ndim == 4 and len(x) == 1 and x.stride(3) == 1 and not x.is_contiguous()
+    x = x if heads_apart else x.contiguous()
+    out, rows = torch.empty_like(x), x.numel() // size
+    inner = x.shape[2] if heads_apart else 1
+    strides = np.array((*x.stride()[1:3], *out.stride()[1:3]) if heads_apart else (size, 0, size, 0))
+    arrays = flat(out), flat(x), factor, epsilon
+    in_shares(lambda begin, end: bool(normed(*arrays, begin, end, inner, strides)), shares(rows, x.numel()))
+    return out
 
 
 WAYS = plain, plus_one
@@ -58,7 +94,7 @@ WAYS = plain, plus_one
 def differs(module: Any, forward: Callable[..., Tensor]) -> str:
     """How ``forward`` differs from the module's own on random hidden states; "" if it does not."""
     weight, generator = module.weight, torch.Generator().manual_seed(0)
-    limit, exact = _TOLERANCE.get(weight.dtype, 1e-6), weight.device.type == "cpu"
+    limit, exact = _TOLERANCE.get(weight.dtype, 0.0), weight.is_cpu and not _has_loop(module)
     for rows in _ROWS:
         x = (4 * torch.randn(1, rows, len(weight), generator=generator)).to(weight)
         own, ours = type(module).forward(module, x), forward(x)

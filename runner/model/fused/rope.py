@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys as one kernel, where modeling code takes fourteen.
+"""Rotary positions of queries and keys as one kernel, where modeling code takes fourteen; two loops on a CPU.
 
 Attention modules of transformers call a function of their file, ``apply_rotary_pos_emb``. A fused forward is the
 module's own code, in which this name means ours. Others who use the file see nothing of it.
@@ -11,8 +11,12 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from kvtier.machine.loops.arrays import flat, in_shares, shares
+from kvtier.machine.loops.rows import turned
 
 NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -27,7 +31,8 @@ def is_one(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     own = getattr(forward, "__globals__", {}).get(NAME)
     return (
-        isinstance(forward, FunctionType)
+        "forward" not in vars(module)
+        and isinstance(forward, FunctionType)
         and not forward.__closure__
         and NAME in forward.__code__.co_names
         and inspect.isfunction(own)
@@ -40,10 +45,16 @@ def kind(module: Any) -> tuple[object, ...]:
     return type(module), next(module.parameters()).dtype
 
 
+def has_loop(module: nn.Module) -> bool:
+    """Whether our loops can turn its queries and keys."""
+    weight = next(module.parameters())
+    return weight.is_cpu and weight.dtype is torch.float32
+
+
 def fused(module: Any) -> Callable[..., Tensor]:
     """The module's forward with our kernel in it; calls that it cannot serve go to the family's function."""
     forward = inspect.unwrap(type(module).forward)
-    functions = {**forward.__globals__, NAME: turning(forward.__globals__[NAME])}
+    functions = {**forward.__globals__, NAME: turning(forward.__globals__[NAME], by_loop=has_loop(module))}
     ours = FunctionType(forward.__code__, functions, forward.__name__, forward.__defaults__)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(ours, module)
@@ -52,16 +63,49 @@ def fused(module: Any) -> Callable[..., Tensor]:
 WAYS = (fused,)
 
 
-def turning(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``own``, by our kernel if that can read the arguments."""
-    from runner.model.fused.triton_rope import launch, takes
+def turning(own: Callable[..., Any], *, by_loop: bool = False) -> Callable[..., Any]:
+    """``own``, by our loop or kernel if that can read the arguments."""
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        if more or named or not takes(q, k, cos, sin):
+        mixed = by_loop and any(x.dtype is not torch.float32 for x in (q, k, cos, sin))
+        if more or named or mixed or not takes(q, k, cos, sin):
             return own(q, k, cos, sin, *more, **named)
-        return launch(q, k, cos, sin)
+        if by_loop:
+            return tuple(_turned(x, cos.contiguous(), sin.contiguous()) for x in (q, k))
+        from runner.model.fused import triton_rope
+
+        return triton_rope.launch(q, k, cos, sin)
 
     return turn
+
+
+def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether ours can read them as they lie: one sequence, numbers of a head side by side."""
+    size = q.shape[-1]
+    return (
+        q.ndim == k.ndim == 4
+        and cos.ndim == 3
+        and cos.shape == sin.shape
+        and len(q) == len(k) == len(cos) == 1
+        and q.shape[2] == k.shape[2] == cos.shape[1] > 0
+        and k.shape[-1] == size
+        and size % 2 == 0
+        and cos.shape[2] in (size, size // 2)
+        and q.stride(-1) == k.stride(-1) == 1
+        and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [1, heads, tokens, size], turned, with a token's heads side by side in memory."""
+    heads, tokens, size = x.shape[1:]
+    out = x.new_empty(1, tokens, heads, size).transpose(1, 2)
+    angles = cos.shape[2]
+    of_angles = angles, angles - size // 2
+    strides = np.array((x.stride(2), x.stride(1), out.stride(2), out.stride(1), *of_angles, *of_angles))
+    arrays = flat(out), flat(x), flat(cos), flat(sin)
+    in_shares(lambda begin, end: bool(turned(*arrays, begin, end, heads, size, strides)), shares(tokens, x.numel()))
+    return out
 
 
 @torch.no_grad()

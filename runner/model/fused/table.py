@@ -53,7 +53,7 @@ def _candidates(model: nn.Module, device: torch.device, exact: bool) -> Iterator
     for module in model.modules():
         if kernels and experts.is_one(module):
             yield experts, module
-        elif kernels and rope.is_one(module):
+        elif rope.is_one(module) and (kernels or rope.has_loop(module)):
             yield rope, module
         elif norms.is_one(module):
             yield norms, module

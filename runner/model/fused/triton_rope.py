@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -96,20 +95,3 @@ def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             SECOND=size // 2 if cos.shape[2] == size else 0,
         )
     return outs[0], outs[1]
-
-
-def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether ``launch`` can read them as they lie: one sequence, numbers of a head side by side."""
-    size = q.shape[-1]
-    return (
-        q.ndim == k.ndim == 4
-        and cos.ndim == 3
-        and cos.shape == sin.shape
-        and len(q) == len(k) == len(cos) == 1
-        and q.shape[2] == k.shape[2] == cos.shape[1] > 0
-        and k.shape[-1] == size
-        and size % 2 == 0
-        and cos.shape[2] in (size, size // 2)
-        and q.stride(-1) == k.stride(-1) == 1
-        and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    )

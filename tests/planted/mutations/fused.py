@@ -13,6 +13,20 @@ MUTATIONS = (
         ("fused.experts.differs", "found <= _TOLERANCE[dtype]", "found <= 1e9"),
     ),
     mutation(
+        "rows_of_a_norm_lie_where_others_do",
+        "I24",
+        "a head of one token is divided by the root mean square of another's",
+        "kernels/fused",
+        ("normed", "i, j = row // inner, row % inner", "i, j = row % inner, row // inner"),
+    ),
+    mutation(
+        "halves_of_a_head_have_the_same_angles",
+        "I24",
+        "a model with an angle for each number of a head answers with other positions",
+        "kernels/fused",
+        ("turned", "d, t = c + _U(strides[5]), s + _U(strides[7])", "d, t = c, s"),
+    ),
+    mutation(
         "a_row_alone_is_summed_otherwise",
         "",
         "an answer depends on whether others run beside it",

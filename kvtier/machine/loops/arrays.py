@@ -1,0 +1,47 @@
+"""torch's tensors as compiled loops take them, and the threads that share a loop's work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_WORTH_A_THREAD = 1 << 16  # elements: some 30 us
+Floats = npt.NDArray[np.float32]
+
+
+def flat(x: Tensor) -> Floats:
+    """The memory from the first element of ``x`` (float32, on a CPU) on, as far as it is the tensor's."""
+    size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    array: Floats = x.detach().as_strided((size,), (1,)).numpy()
+    return array
+
+
+def shares(rows: int, elements: int) -> list[int]:
+    """Bounds of equal shares of ``rows``, for torch's number of threads; fewer if there is little to do."""
+    threads = max(1, min(torch.get_num_threads(), rows, elements // _WORTH_A_THREAD))
+    return [rows * share // threads for share in range(threads + 1)]
+
+
+def in_shares(compute: Callable[[int, int], bool], bounds: Sequence[int]) -> bool:
+    """``compute(begin, end)`` from each bound to the next, at the same time; whether all are true.
+
+    The caller computes the first share. ``compute`` should release the GIL.
+    """
+    if len(bounds) == 2:
+        return compute(*bounds)
+    workers = _workers(os.getpid())
+    others = [workers.submit(compute, *bounds[i : i + 2]) for i in range(1, len(bounds) - 1)]
+    return all([compute(*bounds[:2]), *(other.result() for other in others)])
+
+
+@lru_cache(maxsize=1)
+def _workers(_process: int) -> ThreadPoolExecutor:
+    """Threads besides the caller's, started as they are needed; a forked process has none of its parent's."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kvtier-loops")
