@@ -47,6 +47,7 @@ from benchmarks.serving.subjects import (
     transformers_model,
     vllm,
 )
+from runner.model.device import ask_for_large_pages
 from runner.model.place import find_gguf
 from runner.needle import weights_path
 
@@ -77,6 +78,7 @@ def main() -> int:
     if args.llama and file is None:
         parser.error("--llama needs a GGUF file as --model")
     rows = []
+    ask_for_large_pages("cpu")  # as ``LLM`` does where no tensor was before it
     model = transformers_model(path)
     with nullcontext() if file is None else unpacked(file) as float32, vllm(args.vllm, model) as theirs:
         subjects = _subjects(path, model, args.without) + theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from runner import LLM, SamplingParams
+from runner.model.device import LARGE_PAGES
 from runner.model.place import find_gguf
 
 Prompts = Sequence[list[int]]
@@ -111,6 +113,7 @@ class Vllm:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={name: value for name, value in os.environ.items() if name != LARGE_PAGES},
         )
         self._clock = 0.0
 

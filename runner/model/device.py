@@ -9,6 +9,8 @@ from kvtier.machine.device import device_name, resolve_device
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
 
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch's variable for them, on Linux."""
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?", re.ASCII)
 
 
@@ -37,4 +39,4 @@ def ask_for_large_pages(device: str) -> None:
     process's first tensor: after it this changes nothing.
     """
     if device == "cpu":
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        os.environ.setdefault(LARGE_PAGES, "1")
