@@ -9,7 +9,7 @@ Does not   evict.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,8 +26,6 @@ T = TypeVar("T")
 TOGETHER_S = 1.0
 """An event takes in what follows it for so long."""
 
-Blocks = Mapping[str, int]
-
 
 @dataclass(slots=True)
 class _Shared:
@@ -35,7 +33,9 @@ class _Shared:
 
     number: int
     at_s: float
-    fact: PushedOut
+    by: tuple[str, ...]
+    total: npt.NDArray[np.int64]
+    """[groups], blocks."""
     told: npt.NDArray[np.int64]
     """[num_rows], which request of the row it names (``Roster.numbers``)."""
     named: set[str]
@@ -58,20 +58,23 @@ class EvictionWatch:
     def _has_news(self) -> bool:
         return any(now.tobytes() != seen for (_, now), seen in zip(self._tiers, self._seen, strict=True))
 
-    def _news(self) -> Iterator[tuple[str, Blocks]]:
-        """The tiers that have evicted something since the last look, and how many blocks by group."""
+    def _news(self) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """The tiers that have evicted something since the last look, and how many blocks [groups]."""
         for i, (tier, now) in enumerate(self._tiers):
-            if now.tobytes() != self._seen[i]:
-                more = (now - np.frombuffer(self._seen[i], np.int64)).tolist()
-                self._seen[i] = now.tobytes()
-                yield tier, {name: n for name, n in zip(self._names, more, strict=True) if n}
+            if (bytes_now := now.tobytes()) != self._seen[i]:
+                more = now - np.frombuffer(self._seen[i], np.int64)
+                self._seen[i] = bytes_now
+                yield tier, more
+
+    def _fact(self, tier: str, blocks: npt.NDArray[np.int64], by: tuple[str, ...]) -> PushedOut:
+        return PushedOut(tier, {name: n for name, n in zip(self._names, blocks.tolist(), strict=True) if n}, by)
 
     def note(self, by: str) -> None:
         """What was evicted since the last look was evicted for this request."""
         if self._journal.is_on:
             for tier, blocks in self._news():
                 self._last.pop(tier, None)
-                self._journal.add("", PushedOut(tier, blocks, (by,)))
+                self._journal.add("", self._fact(tier, blocks, (by,)))
 
     def note_rows(self, rows: npt.NDArray[np.int32], roster: Roster) -> None:
         """What was evicted since the last look was evicted for the requests that have these rows, or had them last."""
@@ -81,29 +84,26 @@ class EvictionWatch:
                     self._tell(tier, blocks, rows, roster)
                 else:
                     self._last.pop(tier, None)
-                    self._journal.add("", PushedOut(tier, blocks, tuple(roster.ids(rows))))
+                    self._journal.add("", self._fact(tier, blocks, tuple(roster.ids(rows))))
 
-    def _tell(self, tier: str, blocks: Blocks, rows: npt.NDArray[np.int32], roster: Roster) -> None:
+    def _tell(self, tier: str, blocks: npt.NDArray[np.int64], rows: npt.NDArray[np.int32], roster: Roster) -> None:
         """Batches that push out content step after step share an event a second, unless something else happens."""
         last, now, numbers = self._last.get(tier), time.perf_counter(), roster.numbers[rows]
         if last is None or self._journal.count - last.number > 2 or now - last.at_s >= TOGETHER_S:
-            fact = PushedOut(tier, blocks, tuple(roster.ids(rows)))
-            told = np.zeros_like(roster.numbers)
-            last = self._last[tier] = _Shared(self._journal.count, now, fact, told, set(fact.by))
+            by = tuple(roster.ids(rows))
+            last = _Shared(self._journal.count, now, by, blocks, np.zeros_like(roster.numbers), set(by))
             last.told[rows] = numbers
-            self._journal.add("", fact)
+            self._last[tier] = last
+            self._journal.add("", self._fact(tier, blocks, by))
             return
         are_new = last.told[rows] != numbers
-        by = last.fact.by
         if are_new.any():
             fresh = dict.fromkeys(name for name in roster.ids(rows[are_new]) if name not in last.named)
-            by = (*by, *fresh)
+            last.by = (*last.by, *fresh)
             last.named.update(fresh)
             last.told[rows] = numbers
-        names = dict.fromkeys((*last.fact.blocks, *blocks))
-        total = {name: last.fact.blocks.get(name, 0) + blocks.get(name, 0) for name in names}
-        last.fact = PushedOut(tier, total, by)
-        self._journal.replace(last.number, last.fact)
+        last.total += blocks
+        self._journal.replace(last.number, self._fact(tier, last.total, last.by))
 
     def around(self, take: Callable[[], T], roster: Roster) -> T:
         """Runs ``take``. What is evicted meanwhile is evicted for the rows that have taken blocks."""

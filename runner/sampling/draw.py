@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvtier.attention.kernels import words
+from kvtier.machine.loops.arrays import in_shares, shares
 from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
 from runner.sampling.logits import Edits
 from runner.sampling.logprobs import Logprobs, logprobs
@@ -121,7 +122,7 @@ class SamplingBatch:
     def choose(self, given: Tensor, drawn: npt.NDArray[np.uint64]) -> Chosen:
         """Chooses a token for each request, as ``Sampler.choose`` does."""
         logits = given if self._edits is None else self._edits.applied(given, drawn)
-        ids = logits.argmax(dim=-1, keepdim=True)
+        ids = _best(logits)
         best = logits.gather(1, ids)  # a NaN counts as the largest, then +inf; -inf is here only if all are
         sound = best.abs() < torch.inf
         for way, group in self._groups:
@@ -153,6 +154,20 @@ class _Drawn:
         self.temperature, self.top_p, self.top_k = column("temperature"), column("top_p"), column("top_k")
         self.min_p = column("min_p") if mine["min_p"].any() else None
         self.most = int(mine["top_k"].max())
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The id of the largest logit of each row, int64 [n, 1]. On a CPU numpy takes a seventh of torch's time."""
+    if not logits.is_cpu:
+        return logits.argmax(dim=-1, keepdim=True)
+    given, found = logits.numpy(), np.empty((len(logits), 1), np.int64)
+
+    def compute(begin: int, end: int) -> bool:
+        given[begin:end].argmax(-1, out=found[begin:end, 0])
+        return True
+
+    in_shares(compute, shares(len(given), given.size))
+    return torch.from_numpy(found)
 
 
 _Way = Callable[[Tensor, Tensor, Tensor, _Drawn, Uniforms], Tensor]
