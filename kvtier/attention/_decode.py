@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtier.attention._decode_loops import (
     END,
+    FEW,
     FIRST,
     PIECE,
     TILE,
@@ -70,10 +71,13 @@ class InPlace:
         self._last: Pools | None = None
         if len(self._table) != len(lens) or len(starts) != len(lens) + 1:
             raise StepError(f"got {len(self._table)} rows of a block table for {len(lens)} entries")
-        room = np.empty((sum(seq_lens) // PIECE + len(lens), 4), np.int64)
+        most = int(starts[-1]) + sum(seq_lens) // PIECE + len(lens) * (FEW // PIECE)
+        room = np.empty((most, 4), np.int64)
+        self.taken = np.empty(len(lens), np.bool_)
+        """[entries], whether they are computed here: those with one query, or little work."""
         chunked = attention.kind is Kind.CHUNK
-        self.decodes, pieces = plan_pieces(room, starts, lens, attention.span_tokens, chunked)
-        """How many entries have a single query."""
+        self.queries, pieces = plan_pieces(room, self.taken, starts, lens, attention.span_tokens, chunked)
+        """How many queries they have."""
         self._pieces: Ints = room[:pieces]
 
     def pools(self, k_cache: Tensor, v_cache: Tensor) -> Pools:
@@ -104,7 +108,7 @@ class InPlace:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """[T, Hq, Dv] float32 of ``query`` [T, Hq, D]; only the rows of ``decodes`` are filled.
+        """[T, Hq, Dv] float32 of ``query`` [T, Hq, D]; only the rows of ``taken`` are filled.
 
         Raises ``StepError`` if they do not fit, or the table does not reach or names a block that is not in the pool.
         """

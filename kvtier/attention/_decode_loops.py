@@ -1,4 +1,4 @@
-"""Compiled loops for decode steps on a CPU: K and V are written, and attended to, in place in the pools.
+"""Compiled loops for decode steps and short prompts on a CPU: K and V are written and attended to in place, in pools.
 
 Owns       the arithmetic of one query over its own keys, float32: scores, soft cap, softmax, sinks.
 Promises   no key outside a piece is read. A row's result depends on its own query and keys alone, bit for bit. Neither
@@ -24,6 +24,9 @@ from kvtier.machine.loops.jit import inlined, inlined_floats, jit, jit_floats, p
 
 PIECE = 512
 TILE = 64
+FEW = 1 << 12
+"""Pairs of a query and a key that it sees. An entry with no more of them, such as a prompt of 90 tokens, is computed by
+loops in about half of torch's time; one with twice as many, on a long text, in up to 1.3 times."""
 _LINE = 16  # floats in a cache line
 _U = np.uint64
 _F = np.float32
@@ -54,31 +57,38 @@ ROW, ENTRY, FIRST, END = range(4)
 
 
 @jit
-def plan_pieces(pieces: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> tuple[int, int]:
-    """Fills ``pieces`` [n, 4] for the entries with one query, in order; returns (number of entries, number of pieces).
+def plan_pieces(pieces: Any, taken: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> tuple[int, int]:
+    """Fills ``pieces`` [n, 4] for entries with one query or little work, in order; returns (queries, pieces).
 
-    A query sees the ``span`` last tokens (0: all), or, if ``chunked``, the tokens of its own chunk of ``span``.
+    ``taken`` bool [entries] tells them. A query sees the ``span`` last tokens (0: all), or, if ``chunked``, the tokens
+    of its own chunk of ``span``. There must be room for a piece
+    for each query, and for each ``PIECE`` keys of an entry, and ``FEW // PIECE`` more for each entry.
     """
-    entries, count = 0, 0
+    queries, count = 0, 0
     for entry in range(len(seq_lens)):
-        row, end = query_start[entry], seq_lens[entry]
-        if query_start[entry + 1] - row != 1:
+        row, tokens = query_start[entry], seq_lens[entry]
+        n = query_start[entry + 1] - row
+        pairs = n * (2 * tokens - n + 1) // 2
+        taken[entry] = n == 1 or 0 < (min(pairs, n * span) if span > 0 else pairs) <= FEW
+        if not taken[entry]:
             continue
-        entries += 1
-        first = np.int64(0)
-        if chunked:
-            first = (end - 1) // span * span
-        elif span > 0:
-            first = max(first, end - span)
-        while first < end:
-            stop = min(first + PIECE, end)
-            pieces[count, ROW] = row
-            pieces[count, ENTRY] = entry
-            pieces[count, FIRST] = first
-            pieces[count, END] = stop
-            first = stop
-            count += 1
-    return entries, count
+        queries += n
+        for i in range(n):
+            end = tokens - n + i + 1
+            first = np.int64(0)
+            if chunked:
+                first = (end - 1) // span * span
+            elif span > 0:
+                first = max(first, end - span)
+            while first < end:
+                stop = min(first + PIECE, end)
+                pieces[count, ROW] = row + i
+                pieces[count, ENTRY] = entry
+                pieces[count, FIRST] = first
+                pieces[count, END] = stop
+                first = stop
+                count += 1
+    return queries, count
 
 
 @jit

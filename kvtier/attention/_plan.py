@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -93,19 +94,21 @@ class Geometry:
     seq_lens: Sequence[int]
     block_table: Tensor
 
-    def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
+    def plan(self, tile_tokens: int, band_queries: int, without: npt.NDArray[np.bool_] | None = None) -> list[Work]:
         """The step's work; it reads about ``tile_tokens`` keys at once, a window's in ``band_queries`` queries.
 
-        Without ``decodes``, entries with one query are left out.
+        ``without``: entries that are left out.
         """
         works: list[Work] = []
         short: list[tuple[int, int]] = []  # (blocks, entry)
         for entry, end in enumerate(self.seq_lens):
             queries = self.query_start[entry + 1] - self.query_start[entry]
             start = end - queries
+            if without is not None and without[entry]:
+                continue
             if queries > 1:
                 works += self._stretch(entry, start, end, tile_tokens, band_queries)
-            elif queries == 1 and decodes:
+            elif queries == 1:
                 first = self.attention.first_visible(start)
                 blocks = math.ceil(end / self.block_tokens) - first // self.block_tokens
                 if 2 * blocks * self.block_tokens > tile_tokens:

@@ -78,12 +78,12 @@ class PagedBatch:
         """The step, for the loops on a CPU."""
         return InPlace(self.attention, self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
 
-    def plan(self, tile_tokens: int, band_queries: int, decodes: bool = True) -> list[Work]:
-        """The step's work, with or without its entries of one query, planned at the first layer that asks."""
-        key = tile_tokens, band_queries, decodes
+    def plan(self, tile_tokens: int, band_queries: int, in_place: bool = False) -> list[Work]:
+        """The step's work, planned at the first layer that asks; ``in_place``: without the entries of ``in_place``."""
+        key = tile_tokens, band_queries, in_place
         if key not in self._plans:
             geometry = Geometry(self.attention, self.block_tokens, self.query_start, self.seq_lens, self.block_table)
-            self._plans[key] = geometry.plan(tile_tokens, band_queries, decodes)
+            self._plans[key] = geometry.plan(tile_tokens, band_queries, self.in_place.taken if in_place else None)
         return self._plans[key]
 
 
@@ -133,12 +133,12 @@ def attend(
     _check_rows(batch, query)
     out: Tensor | None = None
     in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
-    if in_place and batch.in_place.decodes:
+    if in_place and batch.in_place.queries:
         out = batch.in_place.attend(query, k_cache, v_cache, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
-        if batch.in_place.decodes == query.shape[0]:
+        if batch.in_place.queries == query.shape[0]:
             return out
     kernel = partial(attend_part, scale=scale, softcap=softcap)
-    works = batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), not in_place)
+    works = batch.plan(*_plan_sizes(k_cache, v_cache, batch.attention, softcap), in_place)
     return _attend(works, out, query, Reader(k_cache, v_cache, batch._scratch), kernel, sinks, k_scale, v_scale)
 
 

@@ -147,7 +147,8 @@ def _attention() -> None:
     sizes, strides = np.ones(len(loops.Size), np.int64), np.ones(4, np.int64)
     table, at, pieces = np.zeros((1, 1), np.int64), np.empty((2, loops.TILE), np.int64), np.empty((1, 4), np.int64)
     loops.write_slots(one.copy(), one.copy(), one, one, np.zeros(1, np.int64), sizes, strides)
-    _, count = loops.plan_pieces(pieces, np.arange(2), np.ones(1, np.int64), 0, False)
+    taken, lens = np.empty(1, np.bool_), np.ones(1, np.int64)
+    _, count = loops.plan_pieces(pieces, taken, np.arange(2), lens, 0, False)
     means, state = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 2), np.float32)
     room = np.empty(1 + loops.TILE, np.float32)
     arrays = means.reshape(-1), state, one, one, one, table, pieces

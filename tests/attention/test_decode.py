@@ -38,6 +38,28 @@ def test_ends_of_tiles_pieces_and_blocks(
     case.check(softcap=softcap, sinks=sinks_of(heads[0]) if softcap else None)
 
 
+FEW_PAIRS = [(5, 40), (1, 200), (90, 90), (2, 2000), (9, 420), (1, 1), (3, 3)]
+
+
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+def test_several_queries_that_see_little_have_the_bits_of_single_ones(attention: Attention) -> None:
+    case = Case(attention, FEW_PAIRS, layers=1)
+    case.check(sinks=sinks_of(4))
+    out, batch = attend(case.query, case.k, case.v, case.batch, scale=0.25), case.batch
+    for entry, (queries, end) in enumerate(FEW_PAIRS):
+        for i in {0, queries // 2, queries - 1}:
+            row, seen = batch.query_start[entry] + i, end - queries + i + 1
+            table, slots = case.table[entry : entry + 1], batch.slot_mapping[row : row + 1]
+            single = replace(batch, query_start=[0, 1], seq_lens=[seen], block_table=table, slot_mapping=slots)
+            assert torch.equal(attend(case.query[row : row + 1], case.k, case.v, single, scale=0.25)[0], out[row])
+
+
+def test_several_queries_that_see_much_are_torch_s() -> None:
+    case = Case(FullAttention(), [(91, 91), (1, 9)], layers=1)
+    with pytest.raises(NameError):  # see ``no_torch``
+        case.run()
+
+
 def test_the_greatest_score_may_be_in_any_piece() -> None:
     case = Case(FullAttention(), [(1, 4 * PIECE)] * 8, spread=300.0, layers=1)
     assert (case.run().double() - case.oracle()).abs().max() < 3e-3  # the oracle's scores are of hundreds, unrounded

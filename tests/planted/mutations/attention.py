@@ -98,6 +98,13 @@ MUTATIONS = (
         ("_attend", "fold_query(query.float(), k_scale)", "query.float()"),
     ),
     mutation(
+        "each_query_of_a_short_prompt_sees_all_of_it",
+        "I24",
+        "tokens attend to the ones after them",
+        "attention/decode",
+        ("plan_pieces", "tokens - n + i + 1", "tokens"),
+    ),
+    mutation(
         "latents_have_a_scale_of_their_own",
         "I24",
         "scores of absorbed queries are off by the scale of the family's heads",
