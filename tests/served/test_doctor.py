@@ -12,11 +12,18 @@ from typing import Any
 
 import pytest
 
+from kvtier import warm_up
 from runner.cli import main
 from runner.commands import installation
 from runner.commands.installation import Extra
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kept_loops() -> None:
+    """Without them the doctor tries no cache: it would compile for a minute."""
+    warm_up()
 
 
 def report(capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, Any]:
