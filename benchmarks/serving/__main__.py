@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -78,9 +79,10 @@ def main() -> int:
     if args.llama and file is None:
         parser.error("--llama needs a GGUF file as --model")
     rows = []
-    ask_for_large_pages("cpu")  # as ``LLM`` does where no tensor was before it
+    environment = dict(os.environ)
+    ask_for_large_pages("cpu")  # as ``LLM`` does if there was no tensor before it
     model = transformers_model(path)
-    with nullcontext() if file is None else unpacked(file) as float32, vllm(args.vllm, model) as theirs:
+    with nullcontext() if file is None else unpacked(file) as float32, vllm(args.vllm, model, environment) as theirs:
         subjects = _subjects(path, model, args.without) + theirs
         subjects += [] if float32 is None else [Llama(float32)]
         vocabulary = subjects[0].llm.model.vocab_size  # type: ignore[attr-defined]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from runner import LLM, SamplingParams
-from runner.model.device import LARGE_PAGES
 from runner.model.place import find_gguf
 
 Prompts = Sequence[list[int]]
@@ -107,13 +105,13 @@ class Vllm:
 
     name = "vLLM"
 
-    def __init__(self, python: str, folder: Path) -> None:
+    def __init__(self, python: str, folder: Path, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.vllm.serving", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={name: value for name, value in os.environ.items() if name != LARGE_PAGES},
+            env=environment,
         )
         self._clock = 0.0
 
@@ -129,7 +127,7 @@ class Vllm:
 
 
 @contextmanager
-def vllm(python: str | None, model: Any) -> Iterator[list[Subject]]:
+def vllm(python: str | None, model: Any, environment: Mapping[str, str]) -> Iterator[list[Subject]]:
     """The vLLM of ``python`` with the weights of transformers' ``model``, until the end; nobody if there is none."""
     if python is None:
         yield []
@@ -141,7 +139,7 @@ def vllm(python: str | None, model: Any) -> Iterator[list[Subject]]:
         config = model.config.to_dict() | {"architectures": [type(model).__name__]}
         config.pop("quantization_config", None)
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        subject = Vllm(python, Path(folder))
+        subject = Vllm(python, Path(folder), environment)
         try:
             yield [subject]
         finally:

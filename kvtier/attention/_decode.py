@@ -1,4 +1,4 @@
-"""Float32 pools on a CPU: K and V are written, and single queries attend to them, in place.
+"""Float32 pools on a CPU: K and V are written, and queries that see few keys attend to them, in place.
 
 Owns       which pools the compiled loops take, and how pieces of work are spread over torch's number of threads.
 Promises   no copy of K or V; results do not depend on the number of threads; with one thread, no other is started.

@@ -62,7 +62,7 @@ class EvictionWatch:
         """The tiers that have evicted something since the last look, and how many blocks [groups]."""
         for i, (tier, now) in enumerate(self._tiers):
             if (bytes_now := now.tobytes()) != self._seen[i]:
-                more = now - np.frombuffer(self._seen[i], np.int64)
+                more = np.frombuffer(bytes_now, np.int64) - np.frombuffer(self._seen[i], np.int64)
                 self._seen[i] = bytes_now
                 yield tier, more
 

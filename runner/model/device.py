@@ -9,8 +9,6 @@ from kvtier.machine.device import device_name, resolve_device
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import shown
 
-LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""torch's variable for them, on Linux."""
 _DEVICE = re.compile(r"cpu(:0)?|cuda(:\d+)?", re.ASCII)
 
 
@@ -36,7 +34,7 @@ def ask_for_large_pages(device: str) -> None:
     """On a CPU, lets torch ask the system for pages of 2 MiB; what the environment says already stands.
 
     A step reads all weights, and pages of 4 KiB are looked up 512 times as often. torch reads the variable once, at the
-    process's first tensor: after it this changes nothing.
+    process's first tensor: after it this changes nothing. Processes that are started later inherit it.
     """
     if device == "cpu":
-        os.environ.setdefault(LARGE_PAGES, "1")
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

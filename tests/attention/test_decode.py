@@ -1,4 +1,4 @@
-"""Single queries on a CPU, attended to in place: what the compiled loops add to ``test_reference``."""
+"""Queries that see few keys on a CPU, attended to in place: what the compiled loops add to ``test_reference``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the loops do not take fails."""
     monkeypatch.delattr(reference, "_singles")
     monkeypatch.delattr(reference, "_span")
+    monkeypatch.delattr(reference, "_bands")
 
 
 @pytest.mark.parametrize("attention", KINDS, ids=str)
@@ -52,6 +53,10 @@ def test_several_queries_that_see_little_have_the_bits_of_single_ones(attention:
             table, slots = case.table[entry : entry + 1], batch.slot_mapping[row : row + 1]
             single = replace(batch, query_start=[0, 1], seq_lens=[seen], block_table=table, slot_mapping=slots)
             assert torch.equal(attend(case.query[row : row + 1], case.k, case.v, single, scale=0.25)[0], out[row])
+
+
+def test_of_a_long_text_only_what_a_window_shows_counts() -> None:
+    Case(SlidingWindow(64), [(64, 700), (1, 9)], layers=1).check()
 
 
 def test_several_queries_that_see_much_are_torch_s() -> None:

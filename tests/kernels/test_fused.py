@@ -192,6 +192,7 @@ LAYOUTS = {
     "heads before tokens": lambda: torch.randn(1, 23, 3, 48).transpose(1, 2),
     "a part of each row": lambda: torch.randn(1, 23, 3, 96)[..., 20:68].transpose(1, 2),
     "columns": lambda: torch.randn(1, 48, 23).transpose(1, 2),
+    "one token of heads": lambda: torch.randn(1, 1, 3, 48).transpose(1, 2),
     "two sequences": lambda: torch.randn(2, 23, 3, 48).transpose(1, 2),
     "no rows": lambda: torch.randn(1, 0, 48),
 }
@@ -282,6 +283,23 @@ class OtherRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states / hidden_states.abs().mean(-1, keepdim=True) * self.weight
+
+
+def test_what_a_loop_cannot_take_goes_to_the_module_s_own_forward() -> None:
+    module, wide = LlamaRMSNorm(48), torch.randn(1, 64, 32, 96).transpose(1, 2)
+    for x in (wide, torch.randn(1, 4, 24)):
+        with pytest.raises(RuntimeError, match="must match the size"):
+            norms.plain(module)(x)
+    overlapping = torch.randn(200).as_strided((1, 3, 2, 48), (1, 1, 7, 1))
+    torch.testing.assert_close(norms.plain(module)(overlapping), module(overlapping))
+
+
+def test_an_attention_with_a_forward_of_ours_or_without_weights_turns_as_it_did() -> None:
+    attention = gemma(torch.float32).model.layers[0].self_attn
+    assert rope.is_one(attention) and rope.has_loop(attention)
+    attention.forward = attention.forward
+    assert not rope.is_one(attention)
+    assert not rope.has_loop(nn.Module())
 
 
 def test_a_norm_of_another_kind_keeps_its_own_forward(caplog: pytest.LogCaptureFixture) -> None:

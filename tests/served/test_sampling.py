@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvtier.machine.loops import arrays
 from runner import SamplingParams
-from runner.sampling import weights
+from runner.sampling import draw, weights
 from runner.sampling.draw import Sampler, SamplingState
 from served.drawing import Drawing
 
@@ -116,6 +117,18 @@ def test_a_row_draws_the_same_alone_in_any_company_and_at_any_place(
     assert choose(rows[3:7], states[3:7], drawn) == alone[3:7]
     monkeypatch.setitem(weights.SLAB, "cpu", 3 * vocabulary)
     assert choose(rows, states, drawn) == alone
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_likeliest_token_is_torch_s_first_however_rows_are_shared(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+    rows = torch.stack([logits(501, seed) for seed in range(64)])
+    rows[5], rows[40, 77], rows[40, 300], rows[41, 9] = -INF, NAN, INF, INF
+    for given in (rows, rows[:0], rows[:1], rows.T.contiguous().T, rows.clone().requires_grad_()):
+        assert torch.equal(draw._best(given), given.argmax(-1, keepdim=True))
 
 
 def test_a_sampler_sees_that_another_request_has_come_in_place_of_one() -> None:

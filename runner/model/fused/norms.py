@@ -1,4 +1,4 @@
-"""RMS norms as one kernel, where modeling code takes eight: torch's on a GPU, a compiled loop for float32 on a CPU.
+"""RMS norms as one kernel, where modeling code takes eight: a compiled loop for float32 on a CPU, else torch's.
 
 Families write them out: squares, mean, root, and a weight that is multiplied before or after rounding, or as 1 + w.
 """
@@ -62,11 +62,11 @@ def _has_loop(module: Any) -> bool:
 
 
 def _loop(module: Any, factor: Tensor) -> Callable[..., Tensor]:
-    """A forward by the compiled loop; hidden states of another dtype than the weight's get the module's own."""
+    """A forward by the compiled loop; what it cannot take gets the module's own."""
     numbers, epsilon = factor.numpy(), np.float32(_epsilon(module))
 
     def forward(hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype is not torch.float32:
+        if hidden_states.dtype is not torch.float32 or hidden_states.shape[-1] != len(numbers):
             own: Tensor = type(module).forward(module, hidden_states)
             return own
         return _by_loop(numbers, epsilon, hidden_states)
@@ -74,15 +74,17 @@ def _loop(module: Any, factor: Tensor) -> Callable[..., Tensor]:
     return forward
 
 
-def _by_loop(factor: Floats, epsilon: np.float32, hidden_states: Tensor) -> Tensor:
-    """The norm of each row of ``hidden_states`` [..., n], float32; it lies in memory in the same order."""
-    x, size = hidden_states, len(factor)
-    heads_apart = x.ndim == 4 and len(x) == 1 and x.stride(3) == 1 and not x.is_contiguous()
-    x = x if heads_apart else x.contiguous()
-    out, rows = torch.empty_like(x), x.numel() // size
-    inner = x.shape[2] if heads_apart else 1
+def _by_loop(factor: Floats, epsilon: np.float32, x: Tensor) -> Tensor:
+    """The norm of each row of ``x`` [..., n], float32. Of one sequence's heads, the result has tokens or heads
+    outermost in memory, as ``x`` has; else it is contiguous."""
+    size, heads_apart = len(factor), x.ndim == 4 and len(x) == 1 and x.stride(3) == 1 and not x.is_contiguous()
+    if heads_apart and x.stride(1) < x.stride(2):
+        out = x.new_empty(1, x.shape[2], x.shape[1], size).transpose(1, 2)
+    else:
+        out = x.new_empty(x.shape)
+    x, inner = (x, x.shape[2]) if heads_apart else (x.contiguous(), 1)
     strides = np.array((*x.stride()[1:3], *out.stride()[1:3]) if heads_apart else (size, 0, size, 0))
-    arrays = flat(out), flat(x), factor, epsilon
+    rows, arrays = x.numel() // size, (flat(out), flat(x), factor, epsilon)
     in_shares(lambda begin, end: bool(normed(*arrays, begin, end, inner, strides)), shares(rows, x.numel()))
     return out
 

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys as one kernel, where modeling code takes fourteen; two loops on a CPU.
+"""Rotary positions of queries and keys as one kernel, where modeling code takes fourteen; on a CPU as a loop.
 
 Attention modules of transformers call a function of their file, ``apply_rotary_pos_emb``. A fused forward is the
 module's own code, in which this name means ours. Others who use the file see nothing of it.
@@ -47,8 +47,8 @@ def kind(module: Any) -> tuple[object, ...]:
 
 def has_loop(module: nn.Module) -> bool:
     """Whether our loops can turn its queries and keys."""
-    weight = next(module.parameters())
-    return weight.is_cpu and weight.dtype is torch.float32
+    weight = next(module.parameters(), None)
+    return weight is not None and weight.is_cpu and weight.dtype is torch.float32
 
 
 def fused(module: Any) -> Callable[..., Tensor]:
