@@ -25,9 +25,9 @@ from kvtier.attention._decode_loops import (
     plan_pieces,
     write_slots,
 )
+from kvtier.attention.arrays import Floats, flat, in_shares
 from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
-from kvtier.machine.loops.arrays import Floats, flat, in_shares
 
 Ints = npt.NDArray[np.int64]
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from attention.test_reference import Case, sinks_of
-from kvtier.attention import _decode, reference
+from kvtier.attention import _decode, arrays, reference
 from kvtier.attention._decode_loops import PIECE, TILE
 from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.machine.errors import StepError
-from kvtier.machine.loops import arrays
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kvtier.machine.loops import arrays
+from kvtier.attention import arrays
 from runner.model.fused import experts, linears, norms, rope, table, triton_experts, triton_rope
 from runner.model.fused.triton_experts import Act
 

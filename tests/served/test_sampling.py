@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.machine.loops import arrays
+from kvtier.attention import arrays
 from runner import SamplingParams
 from runner.sampling import draw, weights
 from runner.sampling.draw import Sampler, SamplingState

@@ -88,7 +88,8 @@ def test_families_pass(family: Callable[[str], Family], name: str) -> None:
     bits = {"cold again", "device hit", "host hit", "mixed hit", "salts", "lazy stores", "reset"}
     assert bits <= {r.name for r in report.results if r.exact}
     assert all(r.largest_difference == 0 for r in report.results if r.exact)
-    assert only(report, "other chunks").largest_difference > 0, "rounding of this model should show somewhere"
+    if name != "ministral":  # whose windows are so short that each query is computed alone
+        assert only(report, "other chunks").largest_difference > 0, "rounding of this model should show somewhere"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvtier.machine.loops.arrays import Floats, flat, in_shares, shares
+from kvtier.attention.arrays import Floats, flat, in_shares, shares
 from kvtier.machine.loops.rows import normed
 
 _TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

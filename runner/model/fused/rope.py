@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvtier.machine.loops.arrays import flat, in_shares, shares
+from kvtier.attention.arrays import flat, in_shares, shares
 from kvtier.machine.loops.rows import turned
 
 NAME = "apply_rotary_pos_emb"

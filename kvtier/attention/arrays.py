@@ -1,4 +1,4 @@
-"""torch's tensors as compiled loops take them, and the threads that share a loop's work."""
+"""Float32 tensors as compiled loops take them, and the threads that share a loop's work."""
 
 from __future__ import annotations
 
