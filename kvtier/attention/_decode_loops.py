@@ -56,13 +56,35 @@ ROW, ENTRY, FIRST, END = range(4)
 """Columns of a piece, int64: the query's row in the step, its entry, and the tokens [first, end)."""
 
 
+@inlined
+def cut(pieces: Any, count: Any, row: Any, entry: Any, end: Any, span: Any, chunked: Any, fixed: Any) -> Any:
+    """Adds to the ``count`` pieces those of the query of token ``end`` - 1; returns their number.
+
+    It sees the ``span`` last tokens (0: all), or, if ``chunked``, the tokens of its own chunk of ``span``. They are cut
+    from the first one on, or, if ``fixed``, at multiples of ``PIECE``.
+    """
+    first = np.int64(0)
+    if chunked:
+        first = (end - 1) // span * span
+    elif span > 0:
+        first = max(first, end - span)
+    while first < end:
+        stop = min((first // PIECE + 1) * PIECE if fixed else first + PIECE, end)
+        pieces[count, ROW] = row
+        pieces[count, ENTRY] = entry
+        pieces[count, FIRST] = first
+        pieces[count, END] = stop
+        first = stop
+        count += 1
+    return count
+
+
 @jit
 def plan_pieces(pieces: Any, taken: Any, query_start: Any, seq_lens: Any, span: Any, chunked: Any) -> tuple[int, int]:
     """Fills ``pieces`` [n, 4] for entries with one query or little work, in order; returns (queries, pieces).
 
-    ``taken`` bool [entries] tells them. A query sees the ``span`` last tokens (0: all), or, if ``chunked``, the tokens
-    of its own chunk of ``span``. The room for pieces is one for each query and for each ``PIECE`` tokens of an entry,
-    and ``FEW // PIECE`` more for each entry.
+    ``taken`` bool [entries] tells them; ``span`` and ``chunked`` are as in ``cut``. The room for pieces is one for each
+    query and for each ``PIECE`` tokens of an entry, and ``FEW // PIECE`` more for each entry.
     """
     queries, count = 0, 0
     for entry in range(len(seq_lens)):
@@ -75,19 +97,7 @@ def plan_pieces(pieces: Any, taken: Any, query_start: Any, seq_lens: Any, span: 
         queries += n
         for i in range(n):
             end = tokens - n + i + 1
-            first = np.int64(0)
-            if chunked:
-                first = (end - 1) // span * span
-            elif span > 0:
-                first = max(first, end - span)
-            while first < end:
-                stop = min(first + PIECE, end)
-                pieces[count, ROW] = row + i
-                pieces[count, ENTRY] = entry
-                pieces[count, FIRST] = first
-                pieces[count, END] = stop
-                first = stop
-                count += 1
+            count = cut(pieces, count, row + i, entry, end, span, chunked, False)
     return queries, count
 
 

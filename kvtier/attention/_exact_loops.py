@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.attention._decode_loops import END, ENTRY, FIRST, ROW, Size, _exp, _locate
+from kvtier.attention._decode_loops import END, ENTRY, FIRST, PIECE, ROW, Size, _exp, _locate, cut
 from kvtier.machine.loops.chains import HEADS, KEYS, chains
 from kvtier.machine.loops.jit import jit, jit_chains, jit_floats, prefetch
 
-SPLIT = 512
-"""Tokens. oneDNN sums no more than that in one chain."""
+SPLIT = PIECE
+"""512 tokens. oneDNN sums no more than that in one chain."""
 TILE = 64
 """Tokens of which weights are added up at once; a divisor of ``SPLIT``."""
 _LINE = 16  # floats in a cache line
@@ -38,7 +38,7 @@ _K, _V = int(Size.K_BLOCK), int(Size.V_BLOCK)
 def plan(pieces: Any, query_start: Any, seq_lens: Any, chosen: Any, span: Any, chunked: Any) -> int:
     """Fills ``pieces`` [n, 4] for the queries of the ``chosen`` entries, bool [entries]; returns n.
 
-    A query sees the ``span`` last tokens (0: all), or, if ``chunked``, the tokens of its own chunk of ``span``.
+    ``span`` and ``chunked``: as in ``cut``.
     """
     count = 0
     for entry in range(len(seq_lens)):
@@ -47,19 +47,7 @@ def plan(pieces: Any, query_start: Any, seq_lens: Any, chosen: Any, span: Any, c
             continue
         for i in range(rows):
             end = seq_lens[entry] - rows + i + 1
-            first = np.int64(0)
-            if chunked:
-                first = (end - 1) // span * span
-            elif span > 0:
-                first = max(first, end - span)
-            while first < end:
-                stop = min((first // SPLIT + 1) * SPLIT, end)
-                pieces[count, ROW] = query_start[entry] + i
-                pieces[count, ENTRY] = entry
-                pieces[count, FIRST] = first
-                pieces[count, END] = stop
-                first = stop
-                count += 1
+            count = cut(pieces, count, query_start[entry] + i, entry, end, span, chunked, True)
     return count
 
 

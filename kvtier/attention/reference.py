@@ -79,7 +79,7 @@ class PagedBatch:
         return InPlace(self.attention, self.query_start, self.seq_lens, self.block_table, self.slot_mapping)
 
     def plan(self, tile_tokens: int, band_queries: int, in_place: bool = False) -> list[Work]:
-        """The step's work, planned at the first layer that asks; ``in_place``: without the entries of ``in_place``."""
+        """The step's work, planned at the first layer that asks; if ``in_place``, without what loops compute."""
         key = tile_tokens, band_queries, in_place
         if key not in self._plans:
             geometry = Geometry(self.attention, self.block_tokens, self.query_start, self.seq_lens, self.block_table)
