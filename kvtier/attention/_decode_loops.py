@@ -6,8 +6,9 @@ Promises   no key outside a piece is read. A row's result depends on its own que
 Does not   import torch, or know attention kinds beyond the first token that a query sees.
 
 A query's keys are cut into pieces of ``PIECE`` tokens, which may be computed at the same time. Each leaves an undivided
-mean of values, the greatest score, and the sum of exponentials. A piece goes in tiles of ``TILE`` tokens, K once for
-all query heads, then V. So rows of the pools are read in memory order.
+mean of values, the greatest score, and the sum of exponentials. A piece goes in tiles of up to ``TILE`` tokens. A tile
+is read once in the order of memory, for its sake alone: what fetches ahead follows one stream, and loses it among the
+four rows that the arithmetic reads side by side.
 
 Tensors come as flat arrays that begin at their first element, with their strides in ``sizes``. So a loop has one form
 for every layout, and innermost loops go over consecutive memory.
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.machine.loops.jit import inlined, inlined_floats, jit, jit_floats, prefetch
+from kvtier.machine.loops.jit import inlined, inlined_floats, jit, jit_floats, touch
 
 PIECE = 512
 TILE = 64
@@ -28,6 +29,9 @@ FEW = 1 << 12
 """Pairs of a query and a key that it sees. An entry with no more of them, such as a prompt of 90 tokens, is computed by
 loops in 0.3 to 1.0 of torch's time; one with twice as many, on a long text, in up to 1.3 times."""
 _LINE = 16  # floats in a cache line
+_NEAR = 1 << 16
+"""Floats of K and V that a tile has at most: a quarter of a core's cache of 1 MiB."""
+_RUN = 16  # tokens that may lie side by side
 _U = np.uint64
 _F = np.float32
 _LOWEST = _F(-np.inf)
@@ -174,23 +178,28 @@ def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any, who
     return True
 
 
-@inlined_floats
-def _score(scores: Any, query: Any, k: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
-    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if they share the keys.
+@inlined
+def _read(k: Any, v: Any, at: Any, n: Any, sizes: Any) -> None:
+    """Brings a tile's K and V into the core's cache: reads them in the order of memory, some tokens of each in turn."""
+    for first in range(0, n, _RUN):
+        end = min(first + _RUN, n)
+        for t in range(first, end):
+            for h in range(sizes[_KV_HEADS]):
+                for i in range(0, sizes[_DIM], _LINE):
+                    touch(k, _U(at[0, t] + h * sizes[_K + 2] + i))
+        for t in range(first, end):
+            for h in range(sizes[_KV_HEADS]):
+                for i in range(0, sizes[_DIM_V], _LINE):
+                    touch(v, _U(at[1, t] + h * sizes[_V + 2] + i))
 
-    It prefetches V, which ``_mix`` reads next.
-    """
+
+@inlined_floats
+def _score(scores: Any, query: Any, k: Any, at: Any, n: Any, sizes: Any) -> None:
+    """``scores`` [heads, TILE] of a tile: four keys at a time, with two query heads if they share the keys."""
     heads, dim, stride = len(scores) // TILE, sizes[_DIM], sizes[_K + 2]
-    group, width = heads // sizes[_KV_HEADS], (sizes[_KV_HEADS] - 1) * stride + dim
-    width_v = (sizes[_KV_HEADS] - 1) * sizes[_V + 2] + sizes[_DIM_V]
+    group = heads // sizes[_KV_HEADS]
     step = 2 if group % 2 == 0 else 1
     for t in range(0, n, 4):
-        for ahead in range(t + 8, min(t + 12, n)):
-            for i in range(0, width, _LINE):
-                prefetch(k, _U(at[0, ahead] + i))
-        for ahead in range(t, t + 4):
-            for i in range(0, width_v, _LINE):
-                prefetch(v, _U(at[1, ahead] + i))
         for h in range(0, heads, step):
             head = h // group * stride
             k0, k1 = _U(at[0, t] + head), _U(at[0, t + 1] + head)
@@ -322,6 +331,7 @@ def attend_pieces(
     """
     heads, dim, dim_v = state.shape[1], sizes[_DIM], sizes[_DIM_V]
     q, scores = room[: heads * dim], room[heads * dim :]
+    tile = max(4, min(TILE, _NEAR // (sizes[_KV_HEADS] * (dim + dim_v)) // 4 * 4))
     for piece in range(begin, end):
         for h in range(heads):
             source, to = _U(pieces[piece, ROW] * strides[0] + h * strides[1]), _U(h * dim)
@@ -332,11 +342,12 @@ def attend_pieces(
         mean = piece * heads * dim_v
         for i in range(_U(mean), _U(mean + heads * dim_v)):
             means[i] = _F(0.0)
-        for first in range(pieces[piece, FIRST], pieces[piece, END], TILE):
-            n = min(TILE, pieces[piece, END] - first)
+        for first in range(pieces[piece, FIRST], pieces[piece, END], tile):
+            n = min(tile, pieces[piece, END] - first)
             if not _locate(at, table, pieces[piece, ENTRY], first, n, sizes, 4):
                 return False
-            _score(scores, q, k, v, at, n, sizes)
+            _read(k, v, at, n, sizes)
+            _score(scores, q, k, at, n, sizes)
             _weigh(scores, means, mean, state, piece, n, factors[1], sizes)
             _mix(means, mean, scores, v, at, n, sizes)
     return True

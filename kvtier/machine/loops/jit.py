@@ -89,7 +89,23 @@ def _prefetch(_context: Any, array: Any, index: Any) -> Any:
     return types.none(array, index), generate
 
 
+def touch(array: Any, index: Any) -> None:
+    """In a compiled loop: reads array[index], of 4 bytes or more, and does nothing with it. It must exist."""
+
+
+def _touch(_context: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        line = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(32).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+        builder.asm(kind, "", "r", [builder.load(line)], True)
+        return context.get_dummy_value()
+
+    return types.none(array, index), generate
+
+
 _instruction: Any = intrinsic(_prefetch)
+_load: Any = intrinsic(_touch)
 _AS_A_PART: Any = {"forceinline": True, "_nrt": False}
 
 
@@ -97,6 +113,14 @@ _AS_A_PART: Any = {"forceinline": True, "_nrt": False}
 def _compiled_prefetch(array: Any, index: Any) -> Any:
     def compiled(array: Any, index: Any) -> Any:
         return _instruction(array, index)
+
+    return compiled
+
+
+@overload(touch, jit_options=_AS_A_PART)
+def _compiled_touch(array: Any, index: Any) -> Any:
+    def compiled(array: Any, index: Any) -> Any:
+        return _load(array, index)
 
     return compiled
 
