@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.machine.loops.exponential import exp
 from kvtier.machine.loops.jit import inlined, inlined_floats, jit, jit_floats, touch
 
 PIECE = 512
@@ -130,25 +131,6 @@ def write_slots(k: Any, v: Any, key: Any, value: Any, slots: Any, sizes: Any, st
 
 
 @inlined
-def _exp(x: Any) -> Any:
-    """e to the power of x <= 0, to 1e-7 of it, 0 below -87: the reduction and the polynomial of Cephes' expf."""
-    y = _F(-87.0) if x < _F(-87.0) else x  # NaN stays
-    n = np.floor(y * _F(1.44269504) + _F(0.5))
-    r = y - n * _F(0.693359375)
-    r = r + n * _F(2.12194440e-4)
-    p = _F(1.9875691500e-4)
-    p = p * r + _F(1.3981999507e-3)
-    p = p * r + _F(8.3334519073e-3)
-    p = p * r + _F(4.1665795894e-2)
-    p = p * r + _F(1.6666665459e-1)
-    p = p * r + _F(5.0000001201e-1)
-    exponent = np.int32(n if n > _F(-127.0) else _F(0.0))  # no integer is made of NaN
-    power = np.int32((exponent + np.int32(127)) << np.int32(23)).view(_F)
-    y = (p * r * r + r + _F(1.0)) * power
-    return _F(0.0) if x < _F(-87.0) else y
-
-
-@inlined
 def _locate(at: Any, table: Any, entry: Any, first: Any, n: Any, sizes: Any, whole: Any) -> Any:
     """``at`` [2, n or more]: the places of K and V of n tokens, the last one repeated up to a multiple of ``whole``.
 
@@ -247,7 +229,7 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
         if softcap > 0:
             for t in range(_U(padded)):
                 x = scores[begin + t]
-                y = _exp(_F(-2.0) * abs(x))
+                y = exp(_F(-2.0) * abs(x))
                 y = softcap * (_F(1.0) - y) / (_F(1.0) + y)
                 scores[begin + t] = -y if x < 0 else y
         top = state[piece, h, 0]
@@ -263,7 +245,7 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
         c = d if d > c else c
         top = c if c > a else a
         if top > state[piece, h, 0]:
-            shrink = _exp(state[piece, h, 0] - top)
+            shrink = exp(state[piece, h, 0] - top)
             state[piece, h, 0] = top
             state[piece, h, 1] *= shrink
             out = _U(at + h * dim)
@@ -271,7 +253,7 @@ def _weigh(scores: Any, mean: Any, at: Any, state: Any, piece: Any, n: Any, soft
                 mean[out + i] *= shrink
         total = _F(0.0)
         for t in range(_U(n)):
-            weight = _exp(scores[begin + t] - top)
+            weight = exp(scores[begin + t] - top)
             scores[begin + t] = weight
             total += weight
         state[piece, h, 1] += total
@@ -366,13 +348,13 @@ def merge_pieces(out: Any, means: Any, state: Any, pieces: Any, sinks: Any) -> N
             top = sinks[h] if len(sinks) else _LOWEST
             for piece in range(begin, end):
                 top = max(top, state[piece, h, 0])
-            total = _exp(sinks[h] - top) if len(sinks) else _F(0.0)
+            total = exp(sinks[h] - top) if len(sinks) else _F(0.0)
             for piece in range(begin, end):
-                total += _exp(state[piece, h, 0] - top) * state[piece, h, 1]
+                total += exp(state[piece, h, 0] - top) * state[piece, h, 1]
             for i in range(dim):
                 out[row, h, i] = _F(0.0)
             for piece in range(begin, end):
-                weight = _exp(state[piece, h, 0] - top) / total
+                weight = exp(state[piece, h, 0] - top) / total
                 for i in range(dim):
                     out[row, h, i] += weight * means[piece, h, i]
         begin = end

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.attention._decode_loops import END, ENTRY, FIRST, PIECE, ROW, Size, _exp, _locate, cut
+from kvtier.attention._decode_loops import END, ENTRY, FIRST, PIECE, ROW, Size, _locate, cut
 from kvtier.machine.loops.chains import HEADS, KEYS, chains
+from kvtier.machine.loops.exponential import exp
 from kvtier.machine.loops.jit import jit, jit_chains, jit_floats, prefetch
 
 SPLIT = PIECE
@@ -112,7 +113,7 @@ def weigh(scores: Any, state: Any, bounds: Any, softcap: Any) -> None:
                 if softcap > 0:
                     for t in range(TILE):
                         x = tile[t]
-                        y = _exp(_F(-2.0) * abs(x))
+                        y = exp(_F(-2.0) * abs(x))
                         y = softcap * (_F(1.0) - y) / (_F(1.0) + y)
                         tile[t] = -y if x < 0 else y
                 if at < first or at + TILE > end:
@@ -127,7 +128,7 @@ def weigh(scores: Any, state: Any, bounds: Any, softcap: Any) -> None:
                 tile = row[at : at + TILE]
                 part = _F(0.0)
                 for t in range(TILE):
-                    weight = _exp(tile[t] - top)
+                    weight = exp(tile[t] - top)
                     tile[t] = weight
                     part += weight
                 total += part
@@ -179,7 +180,7 @@ def merge(sums: Any, state: Any, mixed: Any, of: Any, rows: Any, head: Any) -> N
         for h in range(of.shape[1]):
             old, new = state[row, head + h, 0], of[i, h, 0]
             top = max(old, new)
-            a, b = _exp(old - top), _exp(new - top)
+            a, b = exp(old - top), exp(new - top)
             state[row, head + h, 0] = top
             state[row, head + h, 1] = a * state[row, head + h, 1] + b * of[i, h, 1]
             for j in range(sums.shape[2]):
@@ -194,8 +195,8 @@ def finish(sums: Any, state: Any, sinks: Any) -> None:
             top, factor, total = state[row, h, 0], _F(1.0), state[row, h, 1]
             if len(sinks):
                 new = max(top, sinks[h])
-                factor = _exp(top - new)
-                total = factor * total + _exp(sinks[h] - new)
+                factor = exp(top - new)
+                total = factor * total + exp(sinks[h] - new)
             factor /= total
             for i in range(sums.shape[2]):
                 sums[row, h, i] *= factor

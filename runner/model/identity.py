@@ -28,7 +28,7 @@ def model_id(model: Any, folder: Path) -> str:
     """``folder``: the folder or GGUF file that ``model``, a ``HybridModel``, was loaded from. Raises
     ``ModelLoadError``."""
     computed = [str(model.dtype), str(model.attention.name), str(model.device.type)]
-    computed += [sort for sort in ("experts", "rope", "linears") if model.fused[sort]]
+    computed += [sort for sort, modules in model.fused.items() if modules]
     whole = hashlib.blake2b(json.dumps([weights_digest(folder), *computed]).encode(), digest_size=16)
     return f"{model.name or 'model'}@{whole.hexdigest()}"
 

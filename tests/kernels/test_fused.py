@@ -22,7 +22,7 @@ from runner.model.fused import experts, linears, norms, rope, table, triton_expe
 from runner.model.fused.triton_experts import Act
 
 CPU = torch.device("cpu")
-NOTHING = {"experts": 0, "rope": 0, "norms": 0, "linears": 0}
+NOTHING = {"experts": 0, "rope": 0, "norms": 0, "gates": 0, "linears": 0}
 SMALL: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -140,7 +140,7 @@ def test_a_model_keeps_its_logits(everywhere: None, monkeypatch: pytest.MonkeyPa
         note = functools.partial(launched.append, kernels.__name__.rpartition(".")[2])
         monkeypatch.setattr(kernels, "launch", lambda *given, inner=inner, note=note: note() or inner(*given))
     monkeypatch.setattr(linears, "is_faster", lambda: False)
-    assert table.fuse(model, CPU) == {"experts": 2, "rope": 2, "norms": 5, "linears": 0}
+    assert table.fuse(model, CPU) == NOTHING | {"experts": 2, "rope": 2, "norms": 5}
     launched.clear()
     torch.testing.assert_close(model(ids).logits, own, rtol=1e-4, atol=1e-4)
     assert launched == ["triton_rope", "triton_experts"] * 2
@@ -371,7 +371,8 @@ def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster
         config = Gemma3TextConfig(**SMALL, **HEADS, intermediate_size=40, tie_word_embeddings=tied)
         model = model_of(config)
         own, shape = model(ids).logits, model.lm_head.weight.shape
-        assert table.fuse(model, CPU)["linears"] == 15  # seven a layer and the head
+        found = table.fuse(model, CPU)
+        assert (found["gates"], found["linears"]) == (2, 11)  # a layer's gate, and its five others; the head
         torch.testing.assert_close(model(ids).logits, own, rtol=1e-5, atol=1e-5)
         assert model.model.embed_tokens.weight.isfinite().all()
         assert bool(model.lm_head.weight.isnan().all()) is bool(gone)

@@ -1,4 +1,4 @@
-"""Compiled loops over rows of float32: RMS norms and rotary positions. A row's bits depend on that row alone.
+"""Compiled loops over rows of float32: RMS norms, rotary positions, gates. A row's bits depend on that row alone.
 
 Tensors come as flat arrays that begin at their first element; ``strides`` int64 has two for each array, in elements.
 Innermost loops go over consecutive memory.
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.machine.loops.exponential import exp
 from kvtier.machine.loops.jit import jit_floats
 
 _U = np.uint64
@@ -54,4 +55,20 @@ def turned(out: Any, x: Any, cos: Any, sin: Any, begin: Any, end: Any, heads: An
                 a, b = x[source + i], x[source + half + i]
                 out[to + i] = a * cos[c + i] - b * sin[s + i]
                 out[to + half + i] = b * cos[d + i] + a * sin[t + i]
+    return True
+
+
+@jit_floats
+def gated(out: Any, x: Any, begin: Any, end: Any, size: Any, linear: Any, cubic: Any) -> bool:
+    """``out`` of the rows [begin, end) of ``x``, of which each is ``size`` gates g and then as many numbers. True.
+
+    A number is multiplied by g / (1 + exp(-``linear`` g - ``cubic`` g^3)).
+    """
+    for row in range(begin, end):
+        g, n, to = _U(2 * row * size), _U((2 * row + 1) * size), _U(row * size)
+        for i in range(_U(size)):
+            gate = x[g + i]
+            z = gate * (linear + cubic * gate * gate)
+            small = exp(-abs(z))
+            out[to + i] = gate * x[n + i] * (_F(1.0) if z > 0 else small) / (_F(1.0) + small)
     return True

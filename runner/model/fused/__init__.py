@@ -1,1 +1,1 @@
-"""Modules of a family's forward that run as fewer kernels: ``experts``, ``rope``, ``norms``; ``table`` has them all."""
+"""Parts of a family's forward that run as fewer kernels: ``experts``, ``rope``, ``norms``, ``gates``; ``table`` has all."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvtier.attention.kernels.choice import runs_kernel
 from kvtier.machine.device import forget_last_error
-from runner.model.fused import experts, linears, norms, rope
+from runner.model.fused import experts, gates, linears, norms, rope
 
 _log = logging.getLogger("kvtier.fused")
 
@@ -32,19 +32,25 @@ def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[st
 
     ``exact``: linear layers whose rows do not depend on others are wanted, faster or not.
     """
-    counts = {"experts": 0, "rope": 0, "norms": 0, "linears": 0}
+    counts = {"experts": 0, "rope": 0, "norms": 0, "gates": 0, "linears": 0}
     users = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
     read = {child for module in model.modules() for child in _read_by(module)}
     trials: dict[tuple[object, ...], Maker | None] = {}
+    done = set[nn.Module]()
     for sort, module in _candidates(model, device, exact):
+        if module in done:
+            continue
         of_kind = sort.kind(module)
         if of_kind not in trials:
             trials[of_kind] = _tried(sort, module, device)
         if (make := trials[of_kind]) is not None:
             module.forward = make(module)
             counts[sort.__name__.rpartition(".")[2]] += 1
-            if sort is linears and module not in read and users[module.weight.data_ptr()] == 1:
-                linears.let_go(module)
+            packed = gates.take_over(module) if sort is gates else (module,) if sort is linears else ()
+            done.update(packed)
+            for layer in packed:
+                if layer not in read and users[layer.weight.data_ptr()] == 1:
+                    linears.let_go(layer)
     return counts
 
 
@@ -57,6 +63,8 @@ def _candidates(model: nn.Module, device: torch.device, exact: bool) -> Iterator
             yield rope, module
         elif norms.is_one(module):
             yield norms, module
+        elif gates.is_one(module, exact):
+            yield gates, module
         elif linears.is_one(module, exact):
             yield linears, module
 

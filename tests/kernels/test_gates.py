@@ -1,0 +1,127 @@
+"""Feed-forward layers whose gate and other half are one product, against transformers' own forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from kvtier.attention import arrays
+from runner.model.fused import gates, linears, table
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _packed_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "is_faster", lambda: True)
+
+
+def llama(act: str = "silu", size: int = 40, bias: bool = False) -> nn.Module:
+    return of(LlamaMLP(LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=size, hidden_act=act, mlp_bias=bias)))
+
+
+def gemma() -> nn.Module:
+    return of(Gemma3MLP(Gemma3TextConfig(hidden_size=48, intermediate_size=72)))
+
+
+def of(module: nn.Module) -> nn.Module:
+    for weight in module.parameters():
+        weight.data = 0.3 * torch.randn_like(weight)
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("make", [llama, gemma])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_gives_what_the_family_s_code_gives(make: Any, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+    module = make()
+    steps = [torch.randn(shape) for shape in ((1, 1, 48), (1, 37, 48), (2, 3, 48), (48,), (1, 0, 48))]
+    expected = [module(x) for x in steps]
+    found = table.fuse(nn.Sequential(module), CPU)
+    assert (found["gates"], found["linears"]) == (1, 1)
+    for x, own in zip(steps, expected, strict=True):
+        torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [40, 37, 1024])
+def test_a_row_has_the_same_bits_alone_and_among_others(size: int) -> None:
+    module = llama(size=size)
+    assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
+    x = torch.randn(1, 70, 48)
+    whole = module(x)
+    for first, rows in ((0, 1), (69, 1), (7, 2), (20, 33)):
+        assert torch.equal(module(x[:, first : first + rows]), whole[:, first : first + rows]), (first, rows)
+
+
+def test_numbers_far_from_zero_and_none_stay_what_they_are() -> None:
+    module = llama()
+    x = torch.randn(1, 6, 48) * torch.tensor([0.0, 1e-30, 1e3, 1e15, float("inf"), float("nan")])[None, :, None]
+    expected = module(x)
+    assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
+    found = module(x)
+    torch.testing.assert_close(found[:, :3], expected[:, :3], rtol=1e-4, atol=1e-5)
+    assert not found[:, 4:].isfinite().any() and found[:, 3].isfinite().all() == expected[:, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("act", ["gelu", "relu", "relu2", "gelu_new"])
+def test_another_activation_is_the_family_s(act: str) -> None:
+    module, x = llama(act), torch.randn(1, 5, 48)
+    own = module(x)
+    found = table.fuse(nn.Sequential(module), CPU)
+    assert found["gates"] == (act == "gelu_new"), "this one is GELU by tanh, written out"
+    torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
+
+
+class Sparse(LlamaMLP):
+    """As Gemma 3n's: the same modules and weights in each layer, and a number that says what it does."""
+
+    def __init__(self, sparsity: float) -> None:
+        super().__init__(LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=40))
+        self.sparsity = sparsity
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.act_fn(self.gate_proj(x))
+        return self.down_proj(gate * (gate > self.sparsity) * self.up_proj(x) if self.sparsity else gate * self.up_proj(x))
+
+
+def test_a_layer_that_its_own_number_makes_another_is_tried_alone() -> None:
+    layers, x = [of(Sparse(0.0)), of(Sparse(0.5))], torch.randn(1, 5, 48)
+    own = [layer(x) for layer in layers]
+    assert table.fuse(nn.Sequential(*layers), CPU)["gates"] == 1
+    for layer, expected in zip(layers, own, strict=True):
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+class Reads(LlamaMLP):
+    """Its code reads a weight itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * nn.functional.linear(x, self.up_proj.weight))
+
+
+def test_a_packed_weight_takes_the_place_of_both_and_each_layer_still_has_its_own() -> None:
+    for kind, stays in ((LlamaMLP, False), (Reads, True)):
+        module, x = of(kind(LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=40))), torch.randn(1, 5, 48)
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
+        torch.testing.assert_close(module.gate_proj(x), gate, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(module.up_proj(x), up, rtol=1e-5, atol=1e-5)
+        assert module.gate_proj.weight.isnan().all() and module.gate_proj.weight.untyped_storage().nbytes() == 4
+        assert module.up_proj.weight.isfinite().all() == stays
+
+
+def test_what_is_no_such_layer_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not gates.is_one(llama(bias=True))
+    assert not gates.is_one(llama().to(torch.bfloat16)) and not gates.is_one(llama().to(torch.bfloat16), exact=True)
+    module = llama()
+    module.up_proj = nn.Linear(48, 41, bias=False)
+    assert not gates.is_one(module)
+    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    assert not gates.is_one(llama()) and gates.is_one(llama(), exact=True)
