@@ -23,10 +23,13 @@ def flat(x: Tensor) -> Floats:
     return array
 
 
-def shares(rows: int, elements: int) -> list[int]:
-    """Bounds of equal shares of ``rows``, for torch's number of threads; fewer if there is little to do."""
-    threads = max(1, min(torch.get_num_threads(), rows, elements // _WORTH_A_THREAD))
-    return [rows * share // threads for share in range(threads + 1)]
+def over_rows(compute: Callable[[int, int], bool], rows: int, elements: int) -> None:
+    """``compute(begin, end)`` of all ``rows``, in equal shares for torch's number of threads; in fewer if that is little
+    work."""
+    if elements < 2 * _WORTH_A_THREAD or (threads := min(torch.get_num_threads(), rows, elements // _WORTH_A_THREAD)) < 2:
+        compute(0, rows)
+    else:
+        in_shares(compute, [rows * share // threads for share in range(threads + 1)])
 
 
 def in_shares(compute: Callable[[int, int], bool], bounds: Sequence[int]) -> bool:

@@ -161,10 +161,11 @@ def _rows() -> None:
     """The norm of a row of one number, a head of two that is turned, and a gate."""
     from kvtier.machine.loops.rows import gated, normed, turned
 
-    one, two, strides = np.ones(1, np.float32), np.ones(2, np.float32), np.zeros(8, np.int64)
-    normed(one.copy(), one, one, np.float32(1), 0, 1, 1, strides[:4])
-    turned(two.copy(), two, one, one, 0, 1, 1, 2, strides)
-    gated(one.copy(), two, 0, 1, 1, np.float32(1), np.float32(0))
+    numbers = np.ones(2, np.float32)
+    at = numbers.ctypes.data
+    normed(at, at, at, 1, np.float32(1), 0, 1, 1, (0, 0, 0, 0))
+    turned(at, at, (at, at), 0, 1, 1, 2, (0,) * 8)
+    gated(at, at, 0, 1, 1, np.float32(1), np.float32(0))
 
 
 def _exact_attention(sizes: Any, table: Any, none: Any) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtier.attention.arrays import in_shares, shares
+from kvtier.attention.arrays import over_rows
 from kvtier.attention.kernels import words
 from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
 from runner.sampling.logits import Edits
@@ -166,7 +166,7 @@ def _best(logits: Tensor) -> Tensor:
         given[begin:end].argmax(-1, out=found[begin:end, 0])
         return True
 
-    in_shares(compute, shares(len(given), given.size))
+    over_rows(compute, len(given), given.size)
     return torch.from_numpy(found)
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, config, types
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import populate_array
 
 from kvtier.machine.loops.machine_code import keep
 from kvtier.machine.loops.parts import Part, make_part
@@ -68,8 +69,7 @@ def _part(function: F, options: dict[str, Any]) -> F:
 
 def records(array: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     """A structured array whose fields the loops can reach by attribute, also if they run as Python."""
-    settings: Any = config
-    return array.view(np.recarray) if settings.DISABLE_JIT else array
+    return array.view(np.recarray) if _settings.DISABLE_JIT else array
 
 
 def prefetch(array: Any, index: Any) -> None:
@@ -104,6 +104,26 @@ def _touch(_context: Any, array: Any, index: Any) -> Any:
     return types.none(array, index), generate
 
 
+def _floats(_context: Any, address: Any) -> Any:
+    kind = types.Array(types.float32, 1, "C")
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        array = context.make_array(kind)(context, builder)
+        size, length = (context.get_constant(types.intp, n) for n in (4, _ENDLESS))
+        populate_array(array, builder.inttoptr(arguments[0], array.data.type), [length], [size], size, None)
+        return array._getvalue()
+
+    return kind(types.int64), generate
+
+
+def _as_python(address: int) -> npt.NDArray[np.float32]:
+    return np.frombuffer((ctypes.c_float * _ENDLESS).from_address(address or 1), np.float32)
+
+
+_ENDLESS = 1 << 40
+_settings: Any = config
+floats: Any = _as_python if _settings.DISABLE_JIT else intrinsic(_floats)
+"""In a loop: the float32 numbers from an address on, as an array. Its length says nothing."""
 _instruction: Any = intrinsic(_prefetch)
 _load: Any = intrinsic(_touch)
 _AS_A_PART: Any = {"forceinline": True, "_nrt": False}

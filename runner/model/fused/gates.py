@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvtier.attention.arrays import flat, in_shares, shares
+from kvtier.attention.arrays import over_rows
 from kvtier.machine.loops.rows import gated
 from runner.model.fused import linears
 
@@ -61,8 +61,9 @@ class Gated:
     def __call__(self, x: Tensor) -> Tensor:
         both = self._both(x)
         out = both.new_empty(*both.shape[:-1], self._size)
-        arrays, bounds = (flat(out), flat(both)), shares(out.numel() // self._size, out.numel())
-        in_shares(lambda begin, end: bool(gated(*arrays, begin, end, self._size, *self._factors)), bounds)
+        to, source, size, factors = out.data_ptr(), both.data_ptr(), self._size, self._factors
+        numbers = out.numel()
+        over_rows(lambda begin, end: bool(gated(to, source, begin, end, size, *factors)), numbers // size, numbers)
         result: Tensor = self._down(out)
         return result
 

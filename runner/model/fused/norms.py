@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvtier.attention.arrays import Floats, flat, in_shares, shares
+from kvtier.attention.arrays import over_rows
 from kvtier.machine.loops.rows import normed
 
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -63,29 +63,38 @@ def _has_loop(module: Any) -> bool:
 
 def _loop(module: Any, factor: Tensor) -> Callable[..., Tensor]:
     """A forward by the compiled loop; what it cannot take gets the module's own."""
-    numbers, epsilon = factor.numpy(), np.float32(_epsilon(module))
+    size, epsilon = factor.shape[0], np.float32(_epsilon(module))
 
     def forward(hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype is not torch.float32 or hidden_states.shape[-1] != len(numbers):
+        if hidden_states.dtype is not torch.float32 or hidden_states.shape[-1] != size:
             own: Tensor = type(module).forward(module, hidden_states)
             return own
-        return _by_loop(numbers, epsilon, hidden_states)
+        return _by_loop(factor, epsilon, hidden_states)
 
     return forward
 
 
-def _by_loop(factor: Floats, epsilon: np.float32, x: Tensor) -> Tensor:
+def _by_loop(factor: Tensor, epsilon: np.float32, x: Tensor) -> Tensor:
     """The norm of each row of ``x`` [..., n], float32. Of one sequence's heads, the result has tokens or heads
     outermost in memory, as ``x`` has; else it is contiguous."""
-    size, heads_apart = len(factor), x.ndim == 4 and len(x) == 1 and x.stride(3) == 1 and not x.is_contiguous()
-    if heads_apart and x.stride(1) < x.stride(2):
-        out = x.new_empty(1, x.shape[2], x.shape[1], size).transpose(1, 2)
+    size = factor.shape[0]
+    inner, strides = 1, (size, 0, size, 0)
+    if x.is_contiguous():
+        out = torch.empty_like(x)
+    elif x.ndim == 4 and x.shape[0] == 1 and x.stride(3) == 1:
+        _, a, b, _ = x.shape
+        swapped = x.stride(1) < x.stride(2)
+        out = x.new_empty(1, b, a, size).transpose(1, 2) if swapped else x.new_empty(x.shape)
+        inner, strides = b, (*x.stride()[1:3], *out.stride()[1:3])
     else:
-        out = x.new_empty(x.shape)
-    x, inner = (x, x.shape[2]) if heads_apart else (x.contiguous(), 1)
-    strides = np.array((*x.stride()[1:3], *out.stride()[1:3]) if heads_apart else (size, 0, size, 0))
-    rows, arrays = x.numel() // size, (flat(out), flat(x), factor, epsilon)
-    in_shares(lambda begin, end: bool(normed(*arrays, begin, end, inner, strides)), shares(rows, x.numel()))
+        x = x.contiguous()
+        out = torch.empty_like(x)
+    to, source, by, numbers = out.data_ptr(), x.data_ptr(), factor.data_ptr(), x.numel()
+    over_rows(
+        lambda begin, end: bool(normed(to, source, by, size, epsilon, begin, end, inner, strides)),
+        numbers // size,
+        numbers,
+    )
     return out
 
 

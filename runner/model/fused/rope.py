@@ -11,11 +11,10 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvtier.attention.arrays import flat, in_shares, shares
+from kvtier.attention.arrays import over_rows
 from kvtier.machine.loops.rows import turned
 
 NAME = "apply_rotary_pos_emb"
@@ -71,7 +70,8 @@ def turning(own: Callable[..., Any], *, by_loop: bool = False) -> Callable[..., 
         if more or named or mixed or not takes(q, k, cos, sin):
             return own(q, k, cos, sin, *more, **named)
         if by_loop:
-            return tuple(_turned(x, cos.contiguous(), sin.contiguous()) for x in (q, k))
+            cos, sin = cos.contiguous(), sin.contiguous()
+            return _turned(q, cos, sin), _turned(k, cos, sin)
         from runner.model.fused import triton_rope
 
         return triton_rope.launch(q, k, cos, sin)
@@ -98,14 +98,14 @@ def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [1, heads, tokens, size], turned, with a token's heads side by side in memory."""
-    heads, tokens, size = x.shape[1:]
-    out = x.new_empty(1, tokens, heads, size).transpose(1, 2)
+    _, heads, tokens, size = x.shape
+    out = x.new_empty(1, tokens, heads, size)
     angles = cos.shape[2]
-    of_angles = angles, angles - size // 2
-    strides = np.array((x.stride(2), x.stride(1), out.stride(2), out.stride(1), *of_angles, *of_angles))
-    arrays = flat(out), flat(x), flat(cos), flat(sin)
-    in_shares(lambda begin, end: bool(turned(*arrays, begin, end, heads, size, strides)), shares(tokens, x.numel()))
-    return out
+    second = angles - size // 2
+    strides = x.stride(2), x.stride(1), heads * size, size, angles, second, angles, second
+    to, source, by = out.data_ptr(), x.data_ptr(), (cos.data_ptr(), sin.data_ptr())
+    over_rows(lambda begin, end: bool(turned(to, source, by, begin, end, heads, size, strides)), tokens, x.numel())
+    return out.transpose(1, 2)
 
 
 @torch.no_grad()
