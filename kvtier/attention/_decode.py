@@ -25,7 +25,7 @@ from kvtier.attention._decode_loops import (
     plan_pieces,
     write_slots,
 )
-from kvtier.attention.arrays import Floats, flat, in_shares
+from kvtier.attention.workers import Floats, in_shares
 from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
 
@@ -42,11 +42,11 @@ def takes(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 class Pools:
-    """A layer's K and V [blocks, block_tokens, Hkv, D or Dv] for the loops: flat, with sizes and strides."""
+    """A layer's K and V [blocks, block_tokens, Hkv, D or Dv] for the loops: addresses, sizes and strides."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         self.tensors = k_cache, v_cache
-        self.k, self.v = flat(k_cache), flat(v_cache)
+        self.k, self.v = k_cache.data_ptr(), v_cache.data_ptr()
         (self.blocks, block_tokens, self.kv_heads, self.dim), self.dim_v = k_cache.shape, v_cache.shape[3]
         if v_cache.shape[:3] != k_cache.shape[:3]:
             raise StepError(f"K {_shape(k_cache)} and V {_shape(v_cache)} are no pools of the same blocks")
@@ -95,7 +95,7 @@ class InPlace:
         if not key.shape[0] == value.shape[0] == len(self._slots):
             raise StepError(f"got {key.shape[0]} keys, {value.shape[0]} values and {len(self._slots)} slots")
         strides = np.array((*key.stride()[:2], *value.stride()[:2]))
-        if not write_slots(pools.k, pools.v, flat(key), flat(value), self._slots, pools.sizes, strides):
+        if not write_slots(pools.k, pools.v, key.data_ptr(), value.data_ptr(), self._slots, pools.sizes, strides):
             raise StepError("the step's slot mapping names a block that is not in the pool")
 
     def attend(
@@ -122,7 +122,7 @@ class InPlace:
         means = np.empty((len(pieces), heads, pools.dim_v), np.float32)
         state = np.empty((len(pieces), heads, 2), np.float32)
         factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
-        strides, queries = np.array(query.stride()[:2]), flat(query)
+        strides, queries = np.array(query.stride()[:2]), query.data_ptr()
 
         def compute(begin: int, end: int) -> bool:
             room, at = np.empty(heads * (dim + TILE), np.float32), np.empty((2, TILE), np.int64)

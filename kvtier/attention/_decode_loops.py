@@ -10,8 +10,8 @@ mean of values, the greatest score, and the sum of exponentials. A piece goes in
 is read once in the order of memory, for its sake alone: what fetches ahead follows one stream, and loses it among the
 four rows that the arithmetic reads side by side.
 
-Tensors come as flat arrays that begin at their first element, with their strides in ``sizes``. So a loop has one form
-for every layout, and innermost loops go over consecutive memory.
+Pools, queries and new K and V come as the address of their first number, with strides in ``sizes``. So a loop has one
+form for every layout, and innermost loops go over consecutive memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.machine.loops.exponential import exp
-from kvtier.machine.loops.jit import inlined, inlined_floats, jit, jit_floats, touch
+from kvtier.machine.loops.jit import floats, inlined, inlined_floats, jit, jit_floats, touch
 
 PIECE = 512
 TILE = 64
@@ -112,6 +112,7 @@ def write_slots(k: Any, v: Any, key: Any, value: Any, slots: Any, sizes: Any, st
 
     ``strides`` int64 [4]: of ``key``, per token and head; of ``value``.
     """
+    k, v, key, value = floats(k), floats(v), floats(key), floats(value)
     bt, heads = sizes[_BT], sizes[_KV_HEADS]
     for t in range(len(slots)):
         if slots[t] < 0 or slots[t] >= sizes[_BLOCKS] * bt:
@@ -311,6 +312,7 @@ def attend_pieces(
     for none. ``room`` float32 [heads * (D + TILE)] and ``at`` int64 [2, TILE]: scratch. False if the table names a
     block that is not in the pool, or does not reach.
     """
+    query, k, v = floats(query), floats(k), floats(v)
     heads, dim, dim_v = state.shape[1], sizes[_DIM], sizes[_DIM_V]
     q, scores = room[: heads * dim], room[heads * dim :]
     tile = max(4, min(TILE, _NEAR // (sizes[_KV_HEADS] * (dim + dim_v)) // 4 * 4))

@@ -21,7 +21,7 @@ import numpy as np
 from kvtier.attention._decode_loops import END, ENTRY, FIRST, PIECE, ROW, Size, _locate, cut
 from kvtier.machine.loops.chains import HEADS, KEYS, chains
 from kvtier.machine.loops.exponential import exp
-from kvtier.machine.loops.jit import jit, jit_chains, jit_floats, prefetch
+from kvtier.machine.loops.jit import floats, jit, jit_chains, jit_floats, prefetch
 
 SPLIT = PIECE
 """512 tokens. oneDNN sums no more than that in one chain."""
@@ -59,7 +59,7 @@ def score(scores: Any, query: Any, k: Any, table: Any, pieces: Any, sizes: Any, 
     ``query`` [T, heads, D] is scaled. ``room`` float32 [HEADS * (D + KEYS)], ``at`` int64 [2, SPLIT + KEYS]: scratch.
     False if the table names a block that is not in the pool, or does not reach.
     """
-    heads, dim = scores.shape[1], sizes[_DIM]
+    k, heads, dim = floats(k), scores.shape[1], sizes[_DIM]
     group = heads // sizes[_KV_HEADS]
     q, out = room[: HEADS * dim], room[HEADS * dim :]
     for piece in range(len(pieces)):
@@ -139,7 +139,7 @@ def weigh(scores: Any, state: Any, bounds: Any, softcap: Any) -> None:
 @jit_chains
 def mix(mixed: Any, weights: Any, v: Any, table: Any, pieces: Any, sizes: Any, at: Any) -> bool:
     """``mixed`` [pieces, heads, Dv]: values weighted with ``weights`` [pieces, heads, SPLIT]; else as ``score``."""
-    heads, dim, stride = mixed.shape[1], sizes[_DIM_V], sizes[_V + 2]
+    v, heads, dim, stride = floats(v), mixed.shape[1], sizes[_DIM_V], sizes[_V + 2]
     group = heads // sizes[_KV_HEADS]
     for piece in range(len(pieces)):
         first = pieces[piece, FIRST]

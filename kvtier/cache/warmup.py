@@ -144,14 +144,15 @@ def _attention() -> None:
     from kvtier.attention import _decode_loops as loops
 
     one, none = np.ones(1, np.float32), np.empty(0, np.float32)
+    at_one = one.ctypes.data
     sizes, strides = np.ones(len(loops.Size), np.int64), np.ones(4, np.int64)
     table, at, pieces = np.zeros((1, 1), np.int64), np.empty((2, loops.TILE), np.int64), np.empty((1, 4), np.int64)
-    loops.write_slots(one.copy(), one.copy(), one, one, np.zeros(1, np.int64), sizes, strides)
+    loops.write_slots(at_one, at_one, at_one, at_one, np.zeros(1, np.int64), sizes, strides)
     taken, lens = np.empty(1, np.bool_), np.ones(1, np.int64)
     _, count = loops.plan_pieces(pieces, taken, np.arange(2), lens, 0, False)
     means, state = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 2), np.float32)
     room = np.empty(1 + loops.TILE, np.float32)
-    arrays = means.reshape(-1), state, one, one, one, table, pieces
+    arrays = means.reshape(-1), state, at_one, at_one, at_one, table, pieces
     loops.attend_pieces(*arrays, 0, count, sizes, strides[:2], np.ones(2, np.float32), room, at)
     loops.merge_pieces(np.empty((1, 1, 1), np.float32), means, state, pieces, none)
     _exact_attention(sizes, table, none)
@@ -177,9 +178,9 @@ def _exact_attention(sizes: Any, table: Any, none: Any) -> None:
     pieces, at = np.empty((1, 4), np.int64), np.empty((2, loops.SPLIT + KEYS), np.int64)
     loops.plan(pieces, np.arange(2), np.ones(1, np.int64), np.ones(1, np.bool_), 0, False)
     scores, room = np.empty((1, 1, loops.SPLIT), np.float32), np.empty(HEADS * (1 + KEYS), np.float32)
-    loops.score(scores, cube, one, table, pieces, sizes, room, at)
+    loops.score(scores, cube, one.ctypes.data, table, pieces, sizes, room, at)
     loops.weigh(scores, pair, np.array([[0, 1]]), np.float32(0))
-    loops.mix(cube, scores, one, table, pieces, sizes, at)
+    loops.mix(cube, scores, one.ctypes.data, table, pieces, sizes, at)
     loops.merge(cube.copy(), pair.copy(), cube, pair, np.zeros(1, np.int64), 0)
     loops.finish(cube, pair, none)
 

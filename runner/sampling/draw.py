@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvtier.attention.arrays import over_rows
 from kvtier.attention.kernels import words
+from kvtier.attention.workers import over_rows
 from runner.errors import NonFiniteLogits, NoTokenAllowed, RunnerError
 from runner.sampling.logits import Edits
 from runner.sampling.logprobs import Logprobs, logprobs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.test_reference import Case, sinks_of
-from kvtier.attention import _decode, arrays, reference
+from kvtier.attention import _decode, reference, workers
 from kvtier.attention._decode_loops import PIECE, TILE
 from kvtier.attention.reference import PagedBatch, attend, write_kv
 from kvtier.geometry.kinds import Attention, ChunkedLocal, FullAttention, SlidingWindow
@@ -101,9 +101,9 @@ def test_a_key_that_is_not_a_number_is_seen_by_those_that_see_it_and_nobody_else
 
 
 def test_one_thread_starts_no_other() -> None:
-    arrays._workers.cache_clear()
+    workers._workers.cache_clear()
     Case(FullAttention(), [(1, 3000)] * 4, 8, 2, (64, 64), layers=1).run()
-    assert arrays._workers.cache_info().currsize == 0
+    assert workers._workers.cache_info().currsize == 0
 
 
 def swapped(batch: PagedBatch, name: str, index: int, value: int) -> PagedBatch:

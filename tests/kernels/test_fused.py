@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kvtier.attention import arrays
+from kvtier.attention import workers
 from runner.model.fused import experts, linears, norms, rope, table, triton_experts, triton_rope
 from runner.model.fused.triton_experts import Act
 
@@ -202,7 +202,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_s_norm_is_the_same_wherever_it_lies(layout: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1)
     module, x = LlamaRMSNorm(48), LAYOUTS[layout]()
     module.weight.data.normal_()
     forward, kept = norms.plain(module), x.clone()
@@ -245,7 +245,7 @@ def test_positions_turn_queries_and_keys_as_the_family_does(
     by_loop, dtype = (True, torch.float32) if isinstance(by, str) else (False, by)
     if by == "loops of three threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-        monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+        monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1)
     file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     own, angles = file.apply_rotary_pos_emb, 12 if family == "llama" else 6
     q, k = (torch.randn(1, 7, heads, 12).transpose(1, 2).to(dtype) for heads in (6, 3))

@@ -11,10 +11,11 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvtier.attention import arrays
+from kvtier.attention import workers
 from runner.model.fused import gates, linears, table
 
 CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def _packed_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def llama(act: str = "silu", size: int = 40, bias: bool = False) -> nn.Module:
-    return of(LlamaMLP(LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=size, hidden_act=act, mlp_bias=bias)))
+    return of(LlamaMLP(LlamaConfig(**SMALL, intermediate_size=size, hidden_act=act, mlp_bias=bias)))
 
 
 def gemma() -> nn.Module:
@@ -40,7 +41,7 @@ def of(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_it_gives_what_the_family_s_code_gives(make: Any, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1)
     module = make()
     steps = [torch.randn(shape) for shape in ((1, 1, 48), (1, 37, 48), (2, 3, 48), (48,), (1, 0, 48))]
     expected = [module(x) for x in steps]
@@ -83,12 +84,14 @@ class Sparse(LlamaMLP):
     """As Gemma 3n's: the same modules and weights in each layer, and a number that says what it does."""
 
     def __init__(self, sparsity: float) -> None:
-        super().__init__(LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=40))
+        super().__init__(LlamaConfig(**SMALL, intermediate_size=40))
         self.sparsity = sparsity
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = self.act_fn(self.gate_proj(x))
-        return self.down_proj(gate * (gate > self.sparsity) * self.up_proj(x) if self.sparsity else gate * self.up_proj(x))
+        if self.sparsity:
+            gate = gate * (gate > self.sparsity)
+        return self.down_proj(gate * self.up_proj(x))
 
 
 def test_a_layer_that_its_own_number_makes_another_is_tried_alone() -> None:
@@ -108,7 +111,7 @@ class Reads(LlamaMLP):
 
 def test_a_packed_weight_takes_the_place_of_both_and_each_layer_still_has_its_own() -> None:
     for kind, stays in ((LlamaMLP, False), (Reads, True)):
-        module, x = of(kind(LlamaConfig(hidden_size=48, num_attention_heads=4, intermediate_size=40))), torch.randn(1, 5, 48)
+        module, x = of(kind(LlamaConfig(**SMALL, intermediate_size=40))), torch.randn(1, 5, 48)
         gate, up = module.gate_proj(x), module.up_proj(x)
         assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
         torch.testing.assert_close(module.gate_proj(x), gate, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.attention import arrays
+from kvtier.attention import workers
 from runner import SamplingParams
 from runner.sampling import draw, weights
 from runner.sampling.draw import Sampler, SamplingState
@@ -124,7 +124,7 @@ def test_the_likeliest_token_is_torch_s_first_however_rows_are_shared(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(arrays, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1)
     rows = torch.stack([logits(501, seed) for seed in range(64)])
     rows[5], rows[40, 77], rows[40, 300], rows[41, 9] = -INF, NAN, INF, INF
     for given in (rows, rows[:0], rows[:1], rows.T.contiguous().T, rows.clone().requires_grad_()):

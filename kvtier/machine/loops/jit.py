@@ -117,7 +117,8 @@ def _floats(_context: Any, address: Any) -> Any:
 
 
 def _as_python(address: int) -> npt.NDArray[np.float32]:
-    return np.frombuffer((ctypes.c_float * _ENDLESS).from_address(address or 1), np.float32)
+    numbers: Any = (ctypes.c_float * _ENDLESS).from_address(address or 1)
+    return np.frombuffer(numbers, np.float32)
 
 
 _ENDLESS = 1 << 40

@@ -18,7 +18,9 @@ _F = np.float32
 
 
 @jit_floats
-def normed(to: Any, source: Any, by: Any, size: Any, epsilon: Any, begin: Any, end: Any, inner: Any, strides: Any) -> bool:
+def normed(
+    to: Any, source: Any, by: Any, size: Any, epsilon: Any, begin: Any, end: Any, inner: Any, strides: Any
+) -> bool:
     """The rows [begin, end) of ``source``, each over its root mean square, times the factor ``by`` [size]. True.
 
     Row r is at (r // ``inner``, r % ``inner``). ``strides`` (4): two of ``source``, then of ``to``.

@@ -1,1 +1,1 @@
-"""Parts of a family's forward that run as fewer kernels: ``experts``, ``rope``, ``norms``, ``gates``; ``table`` has all."""
+"""A family's forward as fewer kernels: ``experts``, ``rope``, ``norms``, ``gates``, ``linears``; ``table`` has them."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvtier.attention.arrays import over_rows
+from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import gated
 from runner.model.fused import linears
 
@@ -27,7 +27,7 @@ _SPREAD = 2.0
 
 def is_one(module: nn.Module, exact: bool = False) -> bool:
     """Whether it looks like one: three plain linear layers that can be packed, float32, and a forward of one input."""
-    parts = [getattr(module, name, None) for name in _PARTS]
+    parts: list[Any] = [getattr(module, name, None) for name in _PARTS]
     if "forward" in vars(module) or not all(type(part) is nn.Linear for part in parts):
         return False
     gate, up, down = parts

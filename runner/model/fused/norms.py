@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvtier.attention.arrays import over_rows
+from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import normed
 
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -78,7 +78,8 @@ def _by_loop(factor: Tensor, epsilon: np.float32, x: Tensor) -> Tensor:
     """The norm of each row of ``x`` [..., n], float32. Of one sequence's heads, the result has tokens or heads
     outermost in memory, as ``x`` has; else it is contiguous."""
     size = factor.shape[0]
-    inner, strides = 1, (size, 0, size, 0)
+    inner = 1
+    strides: tuple[int, ...] = (size, 0, size, 0)  # of x, then of out
     if x.is_contiguous():
         out = torch.empty_like(x)
     elif x.ndim == 4 and x.shape[0] == 1 and x.stride(3) == 1:

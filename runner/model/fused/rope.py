@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtier.attention.arrays import over_rows
+from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import turned
 
 NAME = "apply_rotary_pos_emb"

@@ -27,6 +27,20 @@ MUTATIONS = (
         ("turned", "d, t = c + _U(strides[5]), s + _U(strides[7])", "d, t = c, s"),
     ),
     mutation(
+        "a_gate_s_trial_speaks_for_layers_with_other_numbers",
+        "",
+        "a sparse layer of Gemma 3n is served as a dense one",
+        "kernels/gates",
+        ("fused.gates.kind", "isinstance(value, int | float | str)", "isinstance(value, bytes)"),
+    ),
+    mutation(
+        "a_gate_is_read_from_the_other_half",
+        "I24",
+        "a model's feed-forward layers multiply the other half with its own activation",
+        "kernels/gates",
+        ("gated", "gate = x[g + i]", "gate = x[n + i]"),
+    ),
+    mutation(
         "a_row_alone_is_summed_otherwise",
         "",
         "an answer depends on whether others run beside it",
@@ -38,7 +52,7 @@ MUTATIONS = (
         "",
         "the embedding of a model with a tied head is gone",
         "kernels/fused",
-        ("fused.table.fuse", "users[module.weight.data_ptr()] == 1", "users[module.weight.data_ptr()] >= 1"),
+        ("fused.table.fuse", "users[layer.weight.data_ptr()] == 1", "users[layer.weight.data_ptr()] >= 1"),
     ),
     mutation(
         "mxfp4_of_another_dtype_is_cast",

@@ -1,4 +1,4 @@
-"""Float32 tensors as compiled loops take them, and the threads that share a loop's work."""
+"""The threads that share a compiled loop's work, for torch's number of them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 _WORTH_A_THREAD = 1 << 16  # elements: some 30 us
 Floats = npt.NDArray[np.float32]
 
 
-def flat(x: Tensor) -> Floats:
-    """The memory from the first element of ``x`` (float32, on a CPU) on, as far as it is the tensor's."""
-    size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
-    array: Floats = x.detach().as_strided((size,), (1,)).numpy()
-    return array
-
-
 def over_rows(compute: Callable[[int, int], bool], rows: int, elements: int) -> None:
-    """``compute(begin, end)`` of all ``rows``, in equal shares for torch's number of threads; in fewer if that is little
-    work."""
-    if elements < 2 * _WORTH_A_THREAD or (threads := min(torch.get_num_threads(), rows, elements // _WORTH_A_THREAD)) < 2:
+    """``compute(begin, end)`` of all ``rows``, in equal shares; few ``elements`` are no work for another thread."""
+    threads = 1
+    if elements >= 2 * _WORTH_A_THREAD:
+        threads = min(torch.get_num_threads(), rows, elements // _WORTH_A_THREAD)
+    if threads < 2:
         compute(0, rows)
     else:
         in_shares(compute, [rows * share // threads for share in range(threads + 1)])
