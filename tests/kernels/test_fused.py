@@ -325,6 +325,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
     monkeypatch.setattr(linears, "is_faster", lambda: True)
+    monkeypatch.setattr(linears, "_SMALL", 0)
 
 
 @pytest.mark.parametrize("inner", [64, 640, 2048, 4096])
@@ -383,6 +384,7 @@ def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster
 
 def test_products_stay_torch_s_if_packed_ones_are_not_faster_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(8, 8).requires_grad_(False)
+    monkeypatch.setattr(linears, "_SMALL", 0)
     monkeypatch.setattr(linears, "is_faster", lambda: False)
     assert not linears.is_one(layer)
     monkeypatch.undo()
@@ -402,10 +404,15 @@ def test_products_that_are_wrong_are_not_taken(faster: None, monkeypatch: pytest
     assert "forward" not in vars(layer)
 
 
-def test_half_types_and_other_classes_keep_their_products(faster: None) -> None:
+def test_small_layers_half_types_and_other_classes_keep_their_products(
+    faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Other(nn.Linear):
         pass
 
     assert linears.is_one(nn.Linear(8, 8))
-    assert not linears.is_one(nn.Linear(8, 8).to(torch.bfloat16))
+    monkeypatch.setattr(linears, "_SMALL", 64)
+    assert not linears.is_one(nn.Linear(8, 8)), "a call of MKL's costs less"
+    assert linears.is_one(nn.Linear(8, 8), exact=True) and linears.is_one(nn.Linear(8, 9))
+    assert not linears.is_one(nn.Linear(8, 9).to(torch.bfloat16))
     assert not linears.is_one(Other(8, 8))

@@ -28,6 +28,8 @@ _FASTER = 0.9
 """A packed copy is worth its while if it takes at most this share of MKL's time."""
 _TRIED = 32, 640, 2048
 """Rows, columns and inner size of the trial of speed."""
+_SMALL = 1 << 17
+"""Numbers of a weight for which torch's product takes as long or less: a call of oneDNN's costs 12 us more."""
 _REPEATS = 15
 _LEAST_ROWS = 2
 _LEAST_ROWS_FROM_MEMORY, _CACHED = 4, 1 << 20
@@ -36,13 +38,15 @@ memory, and up to 1.3 times as long if it is in a core's cache."""
 
 
 def is_one(module: nn.Module, exact: bool = False) -> bool:
-    """Whether it is a plain float32 linear layer on a CPU on which oneDNN is faster.
+    """Whether it is a plain float32 linear layer on a CPU for which oneDNN is faster: not a small one.
 
     If ``exact``, it need not be faster, and bfloat16 is taken, too: a row's bits do not depend on the rows beside it.
     """
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or not module.weight.numel():
         return False
-    return module.weight.dtype in _TOLERANCE if exact else module.weight.dtype is torch.float32 and is_faster()
+    if exact:
+        return module.weight.dtype in _TOLERANCE
+    return module.weight.dtype is torch.float32 and module.weight.numel() > _SMALL and is_faster()
 
 
 def kind(module: nn.Linear) -> tuple[object, ...]:
