@@ -122,11 +122,11 @@ class InPlace:
         means = np.empty((len(pieces), heads, pools.dim_v), np.float32)
         state = np.empty((len(pieces), heads, 2), np.float32)
         factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
-        strides, queries = np.array(query.stride()[:2]), query.data_ptr()
+        strides = np.array(query.stride()[:2])
 
         def compute(begin: int, end: int) -> bool:
             room, at = np.empty(heads * (dim + TILE), np.float32), np.empty((2, TILE), np.int64)
-            arrays = means.reshape(-1), state, queries, pools.k, pools.v, self._table, pieces
+            arrays = means.reshape(-1), state, query.data_ptr(), pools.k, pools.v, self._table, pieces
             return bool(attend_pieces(*arrays, begin, end, pools.sizes, strides, factors, room, at))
 
         if not spread(compute, pieces, heads * (dim + pools.dim_v)):
@@ -151,7 +151,7 @@ def spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -
 
 def _rows(x: Tensor) -> Tensor:
     """``x`` [T, H, D] float32, its innermost elements one after the other."""
-    x = x.detach().float()
+    x = x.detach().float().resolve_neg()
     return x if x.stride(2) == 1 else x.contiguous()
 
 

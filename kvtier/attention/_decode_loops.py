@@ -31,7 +31,7 @@ FEW = 1 << 12
 loops in 0.3 to 1.0 of torch's time; one with twice as many, on a long text, in up to 1.3 times."""
 _LINE = 16  # floats in a cache line
 _NEAR = 1 << 16
-"""Floats of K and V that a tile has at most: a quarter of a core's cache of 1 MiB."""
+"""Floats of K and V in a tile of more than four tokens, at most: a quarter of a core's cache of 1 MiB."""
 _RUN = 16  # tokens that may lie side by side
 _U = np.uint64
 _F = np.float32

@@ -29,7 +29,8 @@ def over_rows(compute: Callable[[int, int], bool], rows: int, elements: int) -> 
 def in_shares(compute: Callable[[int, int], bool], bounds: Sequence[int]) -> bool:
     """``compute(begin, end)`` from each bound to the next, at the same time; whether all are true.
 
-    The caller computes the first share. ``compute`` should release the GIL.
+    The caller computes the first share. ``compute`` should release the GIL, and must hold the arrays or tensors that it
+    works on: if the caller is interrupted, other shares go on.
     """
     if len(bounds) == 2:
         return compute(*bounds)

@@ -165,7 +165,7 @@ def _rows() -> None:
     numbers = np.ones(2, np.float32)
     at = numbers.ctypes.data
     normed(at, at, at, 1, np.float32(1), 0, 1, 1, (0, 0, 0, 0))
-    turned(at, at, (at, at), 0, 1, 1, 2, (0,) * 8)
+    turned(at, at, (at, at), 0, 1, 1, 2, (0,) * 6)
     gated(at, at, 0, 1, 1, np.float32(1), np.float32(0))
 
 

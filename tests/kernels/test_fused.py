@@ -290,6 +290,11 @@ def test_what_a_loop_cannot_take_goes_to_the_module_s_own_forward() -> None:
     for x in (wide, torch.randn(1, 4, 24)):
         with pytest.raises(RuntimeError, match="must match the size"):
             norms.plain(module)(x)
+    with pytest.raises(RuntimeError, match="meta"):  # it read an address that is none
+        torch.testing.assert_close(norms.plain(module)(torch.empty(1, 4, 48, device="meta")), torch.ones(1, 4, 48))
+    module.weight.data = torch.randn(96)[::2]
+    x = torch.randn(1, 4, 48)
+    torch.testing.assert_close(norms.plain(module)(x), module(x), rtol=1e-5, atol=1e-6)
     overlapping = torch.randn(200).as_strided((1, 3, 2, 48), (1, 1, 7, 1))
     torch.testing.assert_close(norms.plain(module)(overlapping), module(overlapping))
 

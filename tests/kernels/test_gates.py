@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from kvtier.attention import workers
-from runner.model.fused import gates, linears, table
+from runner.model.fused import gates, linears, norms, rope, table
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4}
@@ -54,11 +55,11 @@ def test_it_gives_what_the_family_s_code_gives(make: Any, threads: int, monkeypa
         torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [40, 37, 1024])
-def test_a_row_has_the_same_bits_alone_and_among_others(size: int) -> None:
-    module = llama(size=size)
+@pytest.mark.parametrize(("inner", "size"), [(48, 40), (48, 37), (4096, 64), (48, 4096)])
+def test_a_row_has_the_same_bits_alone_and_among_others(inner: int, size: int) -> None:
+    module = of(LlamaMLP(LlamaConfig(**SMALL | {"hidden_size": inner}, intermediate_size=size)))
     assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
-    x = torch.randn(1, 70, 48)
+    x = torch.randn(1, 70, inner)
     whole = module(x)
     for first, rows in ((0, 1), (69, 1), (7, 2), (20, 33)):
         assert torch.equal(module(x[:, first : first + rows]), whole[:, first : first + rows]), (first, rows)
@@ -67,11 +68,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others(size: int) -> None:
 def test_numbers_far_from_zero_and_none_stay_what_they_are() -> None:
     module = llama()
     x = torch.randn(1, 6, 48) * torch.tensor([0.0, 1e-30, 1e3, 1e15, float("inf"), float("nan")])[None, :, None]
-    expected = module(x)
+    module.up_proj.weight.data *= 1e-18
+    expected = module(x), module(x * 1e5)[:, 3]
     assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
     found = module(x)
-    torch.testing.assert_close(found[:, :3], expected[:, :3], rtol=1e-4, atol=1e-5)
-    assert not found[:, 4:].isfinite().any() and found[:, 3].isfinite().all() == expected[:, 3].isfinite().all()
+    torch.testing.assert_close(found[:, :4], expected[0][:, :4], rtol=1e-4, atol=1e-5)
+    assert not found[:, 4:].isfinite().any()
+    torch.testing.assert_close(module(x * 1e5)[:, 3], expected[1], rtol=1e-4, atol=1e-5)
+    assert expected[1].isfinite().all(), "gates of 1e20, whose squares are no number"
 
 
 @pytest.mark.parametrize("act", ["gelu", "relu", "relu2", "gelu_new"])
@@ -103,6 +107,50 @@ def test_a_layer_that_its_own_number_makes_another_is_tried_alone() -> None:
     assert table.fuse(nn.Sequential(*layers), CPU)["gates"] == 1
     for layer, expected in zip(layers, own, strict=True):
         torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+class Clamped(LlamaMLP):
+    """As DeepSeek V4's, whose limit is a number far from most gates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10)) * self.up_proj(x).clamp(-10, 10))
+
+
+class Scaled(LlamaMLP):
+    """It has a tensor of its own."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("scale", torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", [Clamped, Scaled])
+def test_a_layer_that_does_more_keeps_its_forward(kind: Any) -> None:
+    module, x = of(kind(LlamaConfig(**SMALL, intermediate_size=40))), 9 * torch.randn(1, 5, 48)
+    own = module(x)
+    assert table.fuse(nn.Sequential(module), CPU)["gates"] == 0
+    torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fused_model_can_be_copied() -> None:
+    model, x = nn.Sequential(llama()), torch.randn(1, 5, 48)
+    table.fuse(model, CPU)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_shares_that_go_on_after_an_interrupt_hold_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker wrote to memory that was given back."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(workers, "_WORTH_A_THREAD", 1)
+    module, held = llama(), list[Any]()
+    table.fuse(nn.Sequential(module), CPU)
+    monkeypatch.setattr(workers, "in_shares", lambda compute, bounds: held.append(compute))
+    norm = norms.plain(LlamaRMSNorm(48))
+    module(torch.randn(1, 5, 48))
+    norm(torch.randn(1, 5, 48))
+    rope.turning(apply_rotary_pos_emb, by_loop=True)(*[torch.randn(1, 2, 5, 8)] * 2, *[torch.randn(1, 5, 8)] * 2)
+    counts = [sum(isinstance(cell.cell_contents, torch.Tensor) for cell in compute.__closure__) for compute in held]
+    assert counts == [2, 3, 4, 4], "of gates, a norm, queries and keys"
 
 
 class Reads(LlamaMLP):

@@ -43,21 +43,21 @@ def turned(to: Any, source: Any, angles: Any, begin: Any, end: Any, heads: Any, 
     """The tokens [begin, end) of ``source``, all ``heads`` of ``size`` numbers turned by the token's angles. True.
 
     ``angles`` (2): cosines and sines. The number at i in the first half belongs to the one at i in the second.
-    ``strides`` (8): per token and head of ``source``, and of ``to``; of cosines per token, and from a first half's
-    angle to the second's; the same of sines.
+    ``strides`` (6): per token and head of ``source``, and of ``to``; of angles per token, and from a first half's angle
+    to the second's.
     """
     out, x, cos, sin = floats(to), floats(source), floats(angles[0]), floats(angles[1])
     half = _U(size // 2)
     for token in range(begin, end):
-        c, s = _U(token * strides[4]), _U(token * strides[6])
-        d, t = c + _U(strides[5]), s + _U(strides[7])
+        c = _U(token * strides[4])
+        d = c + _U(strides[5])
         for head in range(heads):
             a = _U(token * strides[0] + head * strides[1])
             b = _U(token * strides[2] + head * strides[3])
             for i in range(half):
                 first, second = x[a + i], x[a + half + i]
-                out[b + i] = first * cos[c + i] - second * sin[s + i]
-                out[b + half + i] = second * cos[d + i] + first * sin[t + i]
+                out[b + i] = first * cos[c + i] - second * sin[c + i]
+                out[b + half + i] = second * cos[d + i] + first * sin[d + i]
     return True
 
 
@@ -72,7 +72,7 @@ def gated(to: Any, source: Any, begin: Any, end: Any, size: Any, linear: Any, cu
         g, n, at = _U(2 * row * size), _U((2 * row + 1) * size), _U(row * size)
         for i in range(_U(size)):
             gate = x[g + i]
-            z = gate * (linear + cubic * gate * gate)
+            z = gate * (linear + cubic * min(gate * gate, _F(1e30)))  # 0 times infinity is no number
             small = exp(-abs(z))
             out[at + i] = gate * x[n + i] * (_F(1.0) if z > 0 else small) / (_F(1.0) + small)
     return True

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.model.fused.distance import relative
+
 _TOKENS = 1, 7
 """Tokens of the trial's first steps. The last has so many that larger tiles are tried."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -81,7 +83,7 @@ def differs(module: Any, forward: Callable[..., Tensor]) -> str:
         scores, ids = torch.randn(tokens, experts, generator=generator).to(up.device).topk(top_k)
         shares = scores.softmax(1).to(dtype)
         own, ours = type(module).forward(module, x, ids, shares).float(), forward(x, ids, shares).float()
-        found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
+        found = relative(ours, own)
         if not found <= _TOLERANCE[dtype]:
             return f"differs by {found:.2g} on {tokens} tokens"
     return ""

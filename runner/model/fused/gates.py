@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import gated
 from runner.model.fused import linears
+from runner.model.fused.distance import relative
 
 _PARTS = "gate_proj", "up_proj", "down_proj"
 _TOLERANCE = 1e-5
 """The most that the RMS of a difference may be, relative: sums have other orders."""
-_ROWS = 1, 3, 17
-"""Rows of the trial's steps."""
-_SPREAD = 2.0
-"""The RMS of the trial's gates: activations differ there."""
+_TRIED = (1, 2.0), (3, 2.0), (17, 2.0), (17, 40.0), (17, 4000.0)
+"""Rows of the trial's steps, and the RMS of their gates: activations differ at 2, a family's clamps show beyond."""
+_WEIGHTS = {"gate_proj.weight", "up_proj.weight", "down_proj.weight", "down_proj.bias"}
 
 
 def is_one(module: nn.Module, exact: bool = False) -> bool:
@@ -33,7 +33,10 @@ def is_one(module: nn.Module, exact: bool = False) -> bool:
     gate, up, down = parts
     return (
         all(linears.is_one(part, exact) and part.weight.dtype is torch.float32 for part in parts)
-        and gate.bias is None is up.bias
+        and gate.bias is None
+        and up.bias is None
+        and {name for name, _ in module.named_parameters()} <= _WEIGHTS
+        and not any(True for _ in module.buffers())
         and gate.weight.shape == up.weight.shape
         and gate.out_features == down.in_features
         and len(inspect.signature(type(module).forward).parameters) == 2
@@ -55,24 +58,30 @@ class Gated:
     def __init__(self, module: Any, linear: float, cubic: float) -> None:
         weight = torch.cat([module.gate_proj.weight.detach(), module.up_proj.weight.detach()])
         self._packed, self._least = linears.pack(weight), linears.least_rows(weight)
-        self._size, self._down = module.gate_proj.out_features, module.down_proj
+        self._size, self._module = module.gate_proj.out_features, module
         self._factors = np.float32(linear), np.float32(cubic)
 
     def __call__(self, x: Tensor) -> Tensor:
         both = self._both(x)
         out = both.new_empty(*both.shape[:-1], self._size)
-        to, source, size, factors = out.data_ptr(), both.data_ptr(), self._size, self._factors
-        numbers = out.numel()
-        over_rows(lambda begin, end: bool(gated(to, source, begin, end, size, *factors)), numbers // size, numbers)
-        result: Tensor = self._down(out)
+
+        def compute(begin: int, end: int) -> bool:
+            return bool(gated(out.data_ptr(), both.data_ptr(), begin, end, self._size, *self._factors))
+
+        over_rows(compute, out.numel() // self._size, out.numel())
+        result: Tensor = self._module.down_proj(out)
         return result
 
+    def __deepcopy__(self, memo: Any) -> Gated:
+        """A copied model shares what is packed, as its linear layers do."""
+        return self
+
     def gate(self, x: Tensor) -> Tensor:
-        """What the layer of the gate alone gives."""
+        """What the layer of the gate alone gives: a part of both products."""
         return self._both(x)[..., : self._size]
 
     def up(self, x: Tensor) -> Tensor:
-        """What the other layer gives."""
+        """What the other layer gives: a part of both, too."""
         return self._both(x)[..., self._size :]
 
     def _both(self, x: Tensor) -> Tensor:
@@ -104,11 +113,11 @@ def take_over(module: Any) -> tuple[nn.Linear, nn.Linear]:
 def differs(module: Any, forward: Gated) -> str:
     """How ``forward`` differs from the module's own on random rows; "" if it does not beyond rounding."""
     generator = torch.Generator().manual_seed(0)
-    for rows in _ROWS:
+    for rows, spread in _TRIED:
         x = torch.randn(1, rows, module.gate_proj.in_features, generator=generator)
-        x *= _SPREAD / module.gate_proj(x).square().mean().sqrt().clamp_min(1e-12)
+        x *= spread / module.gate_proj(x).square().mean().sqrt().clamp_min(1e-12)
         own, ours = type(module).forward(module, x), forward(x)
-        found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
+        found = relative(ours, own)
         if ours.shape != own.shape or not found <= _TOLERANCE:
-            return f"differs by {found:.2g} on {rows} rows"
+            return f"differs by {found:.2g} on {rows} rows of gates of {spread:g}"
     return ""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runner.model.fused.distance import relative
+
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """The most that the RMS of a difference may be, relative: sums have other orders."""
 _ROWS = 1, 3, 17
@@ -70,7 +72,7 @@ def differs(module: nn.Linear, forward: Callable[[Tensor], Tensor]) -> str:
     for rows in _ROWS:
         x = torch.randn(1, rows, module.in_features, generator=generator).to(module.weight)
         own, ours = nn.Linear.forward(module, x).float(), forward(x).float()
-        found = float((ours - own).square().mean().sqrt() / own.square().mean().sqrt().clamp_min(1e-12))
+        found = relative(ours, own)
         if ours.shape != own.shape or not found <= _TOLERANCE[module.weight.dtype]:
             return f"differs by {found:.2g} on {rows} rows"
     return ""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import normed
+from runner.model.fused.distance import relative
 
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The most that the RMS of a difference may be, relative; 1e-6 for others. Of half types on a CPU no bit may differ."""
@@ -63,13 +64,14 @@ def _has_loop(module: Any) -> bool:
 
 def _loop(module: Any, factor: Tensor) -> Callable[..., Tensor]:
     """A forward by the compiled loop; what it cannot take gets the module's own."""
-    size, epsilon = factor.shape[0], np.float32(_epsilon(module))
+    factor, size, epsilon = factor.contiguous(), factor.shape[0], np.float32(_epsilon(module))
 
     def forward(hidden_states: Tensor) -> Tensor:
-        if hidden_states.dtype is not torch.float32 or hidden_states.shape[-1] != size:
-            own: Tensor = type(module).forward(module, hidden_states)
-            return own
-        return _by_loop(factor, epsilon, hidden_states)
+        x = hidden_states
+        if x.dtype is torch.float32 and x.is_cpu and x.shape[-1] == size and not x.is_neg():
+            return _by_loop(factor, epsilon, x)
+        own: Tensor = type(module).forward(module, x)
+        return own
 
     return forward
 
@@ -90,12 +92,12 @@ def _by_loop(factor: Tensor, epsilon: np.float32, x: Tensor) -> Tensor:
     else:
         x = x.contiguous()
         out = torch.empty_like(x)
-    to, source, by, numbers = out.data_ptr(), x.data_ptr(), factor.data_ptr(), x.numel()
-    over_rows(
-        lambda begin, end: bool(normed(to, source, by, size, epsilon, begin, end, inner, strides)),
-        numbers // size,
-        numbers,
-    )
+
+    def compute(begin: int, end: int) -> bool:
+        addresses = out.data_ptr(), x.data_ptr(), factor.data_ptr()
+        return bool(normed(*addresses, size, epsilon, begin, end, inner, strides))
+
+    over_rows(compute, x.numel() // size, x.numel())
     return out
 
 
@@ -110,7 +112,7 @@ def differs(module: Any, forward: Callable[..., Tensor]) -> str:
     for rows in _ROWS:
         x = (4 * torch.randn(1, rows, len(weight), generator=generator)).to(weight)
         own, ours = type(module).forward(module, x), forward(x)
-        found = float((ours - own).float().square().mean().sqrt() / own.float().square().mean().sqrt().clamp_min(1e-12))
+        found = relative(ours, own)
         if ours.dtype is not own.dtype or not (torch.equal(ours, own) if exact else found <= limit):
             return f"differs by {found:.2g} on {rows} rows"
     return ""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import turned
+from runner.model.fused.distance import relative
 
 NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -66,7 +67,7 @@ def turning(own: Callable[..., Any], *, by_loop: bool = False) -> Callable[..., 
     """``own``, by our loop or kernel if that can read the arguments."""
 
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
-        mixed = by_loop and any(x.dtype is not torch.float32 for x in (q, k, cos, sin))
+        mixed = by_loop and any(x.dtype is not torch.float32 or not x.is_cpu or x.is_neg() for x in (q, k, cos, sin))
         if more or named or mixed or not takes(q, k, cos, sin):
             return own(q, k, cos, sin, *more, **named)
         if by_loop:
@@ -100,11 +101,13 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [1, heads, tokens, size], turned, with a token's heads side by side in memory."""
     _, heads, tokens, size = x.shape
     out = x.new_empty(1, tokens, heads, size)
-    angles = cos.shape[2]
-    second = angles - size // 2
-    strides = x.stride(2), x.stride(1), heads * size, size, angles, second, angles, second
-    to, source, by = out.data_ptr(), x.data_ptr(), (cos.data_ptr(), sin.data_ptr())
-    over_rows(lambda begin, end: bool(turned(to, source, by, begin, end, heads, size, strides)), tokens, x.numel())
+    strides = x.stride(2), x.stride(1), heads * size, size, cos.shape[2], cos.shape[2] - size // 2
+
+    def compute(begin: int, end: int) -> bool:
+        angles = cos.data_ptr(), sin.data_ptr()
+        return bool(turned(out.data_ptr(), x.data_ptr(), angles, begin, end, heads, size, strides))
+
+    over_rows(compute, tokens, x.numel())
     return out.transpose(1, 2)
 
 
@@ -126,7 +129,7 @@ def differs(module: Any, forward: Any) -> str:
             continue
         tried += 1
         for ours_, own_ in zip(ours(*given), expected, strict=True):
-            found = float((ours_ - own_).float().square().mean().sqrt() / own_.float().square().mean().sqrt())
+            found = relative(ours_, own_)
             if ours_.shape != own_.shape or not found <= _TOLERANCE.get(weight.dtype, 0.0):
                 return f"differs by {found:.2g} with {angles} angles a head"
     return "" if tried == 1 else f"takes {tried} forms of angles"

@@ -2,7 +2,7 @@
 
 Owns       which module gets which forward, and why one does not.
 Promises   a module whose fused forward gives other numbers, or none, keeps its own.
-Does not   change weights, or modules of kinds that it does not know.
+Does not   change weights that somebody reads, or modules of kinds that it does not know.
 """
 
 from __future__ import annotations

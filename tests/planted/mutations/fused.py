@@ -24,7 +24,7 @@ MUTATIONS = (
         "I24",
         "a model with an angle for each number of a head answers with other positions",
         "kernels/fused",
-        ("turned", "d, t = c + _U(strides[5]), s + _U(strides[7])", "d, t = c, s"),
+        ("turned", "d = c + _U(strides[5])", "d = c"),
     ),
     mutation(
         "a_gate_s_trial_speaks_for_layers_with_other_numbers",
