@@ -97,7 +97,9 @@ def transformers_model(path: Path) -> Any:
     if file is not None:
         options["gguf_file"] = file.name
         path = file.parent
-    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    model.generation_config.eos_token_id = None  # else ``generate`` takes the second best where it would end
+    return model
 
 
 class Vllm:
