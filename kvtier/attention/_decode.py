@@ -25,14 +25,14 @@ from kvtier.attention._decode_loops import (
     plan_pieces,
     write_slots,
 )
-from kvtier.attention.workers import Floats, in_shares
+from kvtier.attention.workers import in_shares
 from kvtier.geometry.kinds import Attention, Kind
 from kvtier.machine.errors import StepError
 
 Ints = npt.NDArray[np.int64]
 
 _WORTH_A_THREAD = 1 << 21  # products of elements: some 100 us
-_NO_SINKS: Floats = np.empty(0, np.float32)
+_NO_SINKS: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
 
 def takes(k_cache: Tensor, v_cache: Tensor) -> bool:

@@ -7,8 +7,8 @@ Does not   import torch, or know attention kinds beyond the first token that a q
 
 A query's keys are cut into pieces of ``PIECE`` tokens, which may be computed at the same time. Each leaves an undivided
 mean of values, the greatest score, and the sum of exponentials. A piece goes in tiles of up to ``TILE`` tokens. A tile
-is read once in the order of memory, for its sake alone: what fetches ahead follows one stream, and loses it among the
-four rows that the arithmetic reads side by side.
+is first read once in the order of memory: a processor fetches ahead along such a stream. The arithmetic comes after it
+and reads four rows side by side.
 
 Pools, queries and new K and V come as the address of their first number, with strides in ``sizes``. So a loop has one
 form for every layout, and innermost loops go over consecutive memory.

@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 _WORTH_A_THREAD = 1 << 16  # elements: some 30 us
-Floats = npt.NDArray[np.float32]
 
 
 def over_rows(compute: Callable[[int, int], bool], rows: int, elements: int) -> None:

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 from kvtier.attention import workers
 from runner.model.fused import gates, linears, norms, rope, table
+from runner.model.fused.distance import relative
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4}
@@ -25,6 +26,12 @@ def _packed_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
     monkeypatch.setattr(linears, "is_faster", lambda: True)
     monkeypatch.setattr(linears, "_SMALL", 0)
+
+
+def assert_near(ours: torch.Tensor, own: torch.Tensor) -> None:
+    """Sums have other orders; an element may have lost more than the others."""
+    assert ours.shape == own.shape
+    assert not own.numel() or relative(ours, own) < 1e-5
 
 
 def llama(act: str = "silu", size: int = 40, bias: bool = False) -> nn.Module:
@@ -52,7 +59,7 @@ def test_it_gives_what_the_family_s_code_gives(make: Any, threads: int, monkeypa
     found = table.fuse(nn.Sequential(module), CPU)
     assert (found["gates"], found["linears"]) == (1, 1)
     for x, own in zip(steps, expected, strict=True):
-        torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
+        assert_near(module(x), own)
 
 
 @pytest.mark.parametrize(("inner", "size"), [(48, 40), (48, 37), (4096, 64), (48, 4096)])
@@ -72,9 +79,10 @@ def test_numbers_far_from_zero_and_none_stay_what_they_are() -> None:
     expected = module(x), module(x * 1e5)[:, 3]
     assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
     found = module(x)
-    torch.testing.assert_close(found[:, :4], expected[0][:, :4], rtol=1e-4, atol=1e-5)
+    for row in range(4):
+        assert_near(found[:, row], expected[0][:, row])
     assert not found[:, 4:].isfinite().any()
-    torch.testing.assert_close(module(x * 1e5)[:, 3], expected[1], rtol=1e-4, atol=1e-5)
+    assert_near(module(x * 1e5)[:, 3], expected[1])
     assert expected[1].isfinite().all(), "gates of 1e20, whose squares are no number"
 
 
@@ -84,7 +92,7 @@ def test_another_activation_is_the_family_s(act: str) -> None:
     own = module(x)
     found = table.fuse(nn.Sequential(module), CPU)
     assert found["gates"] == (act == "gelu_new"), "this one is GELU by tanh, written out"
-    torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
+    assert_near(module(x), own)
 
 
 class Sparse(LlamaMLP):
@@ -106,7 +114,7 @@ def test_a_layer_that_its_own_number_makes_another_is_tried_alone() -> None:
     own = [layer(x) for layer in layers]
     assert table.fuse(nn.Sequential(*layers), CPU)["gates"] == 1
     for layer, expected in zip(layers, own, strict=True):
-        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+        assert_near(layer(x), expected)
 
 
 class Clamped(LlamaMLP):
@@ -129,7 +137,7 @@ def test_a_layer_that_does_more_keeps_its_forward(kind: Any) -> None:
     module, x = of(kind(LlamaConfig(**SMALL, intermediate_size=40))), 9 * torch.randn(1, 5, 48)
     own = module(x)
     assert table.fuse(nn.Sequential(module), CPU)["gates"] == 0
-    torch.testing.assert_close(module(x), own, rtol=1e-5, atol=1e-5)
+    assert_near(module(x), own)
 
 
 def test_a_fused_model_can_be_copied() -> None:
@@ -165,8 +173,8 @@ def test_a_packed_weight_takes_the_place_of_both_and_each_layer_still_has_its_ow
         module, x = of(kind(LlamaConfig(**SMALL, intermediate_size=40))), torch.randn(1, 5, 48)
         gate, up = module.gate_proj(x), module.up_proj(x)
         assert table.fuse(nn.Sequential(module), CPU)["gates"] == 1
-        torch.testing.assert_close(module.gate_proj(x), gate, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(module.up_proj(x), up, rtol=1e-5, atol=1e-5)
+        assert_near(module.gate_proj(x), gate)
+        assert_near(module.up_proj(x), up)
         assert module.gate_proj.weight.isnan().all() and module.gate_proj.weight.untyped_storage().nbytes() == 4
         assert module.up_proj.weight.isfinite().all() == stays
 

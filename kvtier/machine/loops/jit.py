@@ -124,7 +124,7 @@ def _as_python(address: int) -> npt.NDArray[np.float32]:
 _ENDLESS = 1 << 40
 _settings: Any = config
 floats: Any = _as_python if _settings.DISABLE_JIT else intrinsic(_floats)
-"""In a loop: the float32 numbers from an address on, as an array. Its length says nothing."""
+"""In a loop: the float32 numbers from an address on, as an array. Its length says nothing, and no index is checked."""
 _instruction: Any = intrinsic(_prefetch)
 _load: Any = intrinsic(_touch)
 _AS_A_PART: Any = {"forceinline": True, "_nrt": False}
