@@ -159,7 +159,8 @@ def _attention() -> None:
 
 
 def _rows() -> None:
-    """The norm of a row of one number, a head of two that is turned, and a gate."""
+    """The norm of a row of one number, a head of two that is turned, a gate, and a product of no panels."""
+    from kvtier.machine.loops.products import multiplied
     from kvtier.machine.loops.rows import gated, normed, turned
 
     numbers = np.ones(2, np.float32)
@@ -167,6 +168,7 @@ def _rows() -> None:
     normed(at, at, at, 1, np.float32(1), 0, 1, 1, (0, 0, 0, 0))
     turned(at, at, (at, at), 0, 1, 1, 2, (0,) * 6)
     gated(at, at, 0, 1, 1, np.float32(1), np.float32(0))
+    multiplied(at, at, at, 0, at, (0, 1, 1), 0, 0, False)
 
 
 def _exact_attention(sizes: Any, table: Any, none: Any) -> None:

@@ -48,6 +48,7 @@ _WITH_LOOPS = (
     "coordinator.scheduler",
     "cpu_offload.engines._blocks",
     "cpu_offload.engines.cuda.descriptors",
+    "machine.loops.products",
     "machine.loops.rows",
     "pools.changes",
     "remote.sums",

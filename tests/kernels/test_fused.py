@@ -18,7 +18,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kvtier.attention import workers
-from runner.model.fused import experts, linears, norms, rope, table, triton_experts, triton_rope
+from runner.model.fused import experts, norms, packed, rope, table, triton_experts, triton_rope
 from runner.model.fused.triton_experts import Act
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ def test_a_model_keeps_its_logits(everywhere: None, monkeypatch: pytest.MonkeyPa
         inner = kernels.launch
         note = functools.partial(launched.append, kernels.__name__.rpartition(".")[2])
         monkeypatch.setattr(kernels, "launch", lambda *given, inner=inner, note=note: note() or inner(*given))
-    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    monkeypatch.setattr(packed, "fastest", lambda: None)
     assert table.fuse(model, CPU) == NOTHING | {"experts": 2, "rope": 2, "norms": 5}
     launched.clear()
     torch.testing.assert_close(model(ids).logits, own, rtol=1e-4, atol=1e-4)
@@ -168,7 +168,7 @@ def test_no_bit_of_a_half_type_s_norm_changes_on_a_cpu(monkeypatch: pytest.Monke
 def test_norms_and_positions_of_float32_are_loops_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, called = gemma(torch.float32), torch.arange(20)[None], list[str]()
     own = model(ids).logits
-    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    monkeypatch.setattr(packed, "fastest", lambda: None)
     for module, name in ((norms, "normed"), (rope, "turned")):
         inner = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *of, i=inner, name=name: called.append(name) or i(*of))
@@ -322,102 +322,3 @@ def test_layers_with_more_than_experts_in_them_are_not_candidates() -> None:
         setattr(other, name, value)
         assert not experts.is_one(other), name
     assert not experts.is_one(nn.Linear(2, 2))
-
-
-@pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a machine on which oneDNN is faster."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
-    monkeypatch.setattr(linears, "is_faster", lambda: True)
-    monkeypatch.setattr(linears, "_SMALL", 0)
-
-
-@pytest.mark.parametrize("inner", [64, 640, 2048, 4096])
-def test_a_row_has_the_same_bits_alone_and_among_others(faster: None, inner: int) -> None:
-    layer = nn.Linear(inner, 96).requires_grad_(False)
-    forward, x = linears.fused(layer), torch.randn(1, 300, inner)
-    assert linears.differs(layer, forward) == ""
-    whole = forward(x)
-    for first, rows in ((0, 1), (5, 1), (299, 1), (7, 2), (50, 3), (100, 64), (0, 200)):
-        assert torch.equal(forward(x[:, first : first + rows]), whole[:, first : first + rows]), (first, rows)
-
-
-def test_rows_of_any_shape_are_taken(faster: None) -> None:
-    layer = nn.Linear(8, 5).requires_grad_(False)
-    forward = linears.fused(layer)
-    for shape in ((8,), (1, 8), (1, 1, 8), (0, 8), (1, 0, 8), (2, 3, 8)):
-        x = torch.randn(shape)
-        torch.testing.assert_close(forward(x), layer(x))
-
-
-class Router(nn.Module):
-    """As LongCat's: it reads its layer's weight itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.classifier, self.other = nn.Linear(8, 5), nn.Linear(8, 5)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden_states, self.classifier.weight) + self.other(hidden_states)
-
-
-def test_a_weight_that_other_code_reads_stays(faster: None) -> None:
-    """It was NaN, and so was every logit."""
-    module, x = nn.Sequential(Router()).requires_grad_(False), torch.randn(3, 8)
-    own = module(x)
-    assert table.fuse(module, CPU)["linears"] == 2
-    torch.testing.assert_close(module(x), own)
-    assert module[0].other.weight.isnan().all(), "nobody reads this one"
-
-
-def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster: None) -> None:
-    ids = torch.arange(20)[None]
-    for tied, gone in ((True, 0), (False, 1)):
-        config = Gemma3TextConfig(**SMALL, **HEADS, intermediate_size=40, tie_word_embeddings=tied)
-        model = model_of(config)
-        own, shape = model(ids).logits, model.lm_head.weight.shape
-        found = table.fuse(model, CPU)
-        assert (found["gates"], found["linears"]) == (2, 11)  # a layer's gate, and its five others; the head
-        torch.testing.assert_close(model(ids).logits, own, rtol=1e-5, atol=1e-5)
-        assert model.model.embed_tokens.weight.isfinite().all()
-        assert bool(model.lm_head.weight.isnan().all()) is bool(gone)
-        assert model.lm_head.weight.shape == shape, "others ask for shapes and count parameters"
-        layer = model.model.layers[0].mlp.up_proj.weight
-        assert layer.untyped_storage().nbytes() == 4
-
-
-def test_products_stay_torch_s_if_packed_ones_are_not_faster_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(8, 8).requires_grad_(False)
-    monkeypatch.setattr(linears, "_SMALL", 0)
-    monkeypatch.setattr(linears, "is_faster", lambda: False)
-    assert not linears.is_one(layer)
-    monkeypatch.undo()
-    monkeypatch.setattr(linears, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
-    assert not linears.is_faster.__wrapped__()
-    monkeypatch.undo()
-    monkeypatch.setattr(linears, "_least_s", lambda *works: [1.0 for _ in works])
-    assert not linears.is_faster.__wrapped__(), "a tenth less is asked for"
-
-
-def test_products_that_are_wrong_are_not_taken(faster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, inner = nn.Linear(8, 8).requires_grad_(False), linears.product
-    monkeypatch.setattr(linears, "product", lambda *given: inner(*given) * 1.0001)
-    before = layer.weight.clone()
-    assert table.fuse(nn.Sequential(layer), CPU) == NOTHING
-    assert torch.equal(layer.weight, before)
-    assert "forward" not in vars(layer)
-
-
-def test_small_layers_half_types_and_other_classes_keep_their_products(
-    faster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Other(nn.Linear):
-        pass
-
-    assert linears.is_one(nn.Linear(8, 8))
-    monkeypatch.setattr(linears, "_SMALL", 64)
-    assert not linears.is_one(nn.Linear(8, 8)), "a call of MKL's costs less"
-    assert linears.is_one(nn.Linear(8, 8), exact=True) and linears.is_one(nn.Linear(8, 9))
-    assert not linears.is_one(nn.Linear(8, 9).to(torch.bfloat16))
-    assert not linears.is_one(Other(8, 8))

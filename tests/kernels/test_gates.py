@@ -13,7 +13,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from kvtier.attention import workers
-from runner.model.fused import gates, linears, norms, rope, table
+from runner.model.fused import gates, linears, norms, packed, rope, table
 from runner.model.fused.distance import relative
 
 CPU = torch.device("cpu")
@@ -22,9 +22,7 @@ SMALL: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 4}
 
 @pytest.fixture(autouse=True)
 def _packed_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
-    monkeypatch.setattr(linears, "is_faster", lambda: True)
+    monkeypatch.setattr(packed, "fastest", lambda: packed.by_loops)
     monkeypatch.setattr(linears, "_SMALL", 0)
 
 
@@ -158,7 +156,7 @@ def test_shares_that_go_on_after_an_interrupt_hold_their_tensors(monkeypatch: py
     norm(torch.randn(1, 5, 48))
     rope.turning(apply_rotary_pos_emb, by_loop=True)(*[torch.randn(1, 2, 5, 8)] * 2, *[torch.randn(1, 5, 8)] * 2)
     counts = [sum(isinstance(cell.cell_contents, torch.Tensor) for cell in compute.__closure__) for compute in held]
-    assert counts == [2, 3, 4, 4], "of gates, a norm, queries and keys"
+    assert counts == [3, 2, 3, 3, 4, 4], "of a product without a bias, gates, a product, a norm, queries and keys"
 
 
 class Reads(LlamaMLP):
@@ -185,5 +183,5 @@ def test_what_is_no_such_layer_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     module = llama()
     module.up_proj = nn.Linear(48, 41, bias=False)
     assert not gates.is_one(module)
-    monkeypatch.setattr(linears, "is_faster", lambda: False)
+    monkeypatch.setattr(packed, "fastest", lambda: None)
     assert not gates.is_one(llama()) and gates.is_one(llama(), exact=True)

@@ -117,13 +117,15 @@ def _floats(_context: Any, address: Any) -> Any:
 
 
 def _as_python(address: int) -> npt.NDArray[np.float32]:
-    numbers: Any = (ctypes.c_float * _ENDLESS).from_address(address or 1)
+    numbers: Any = (ctypes.c_float * _ENDLESS).from_address(int(address) or 1)
     return np.frombuffer(numbers, np.float32)
 
 
 _ENDLESS = 1 << 40
 _settings: Any = config
-floats: Any = _as_python if _settings.DISABLE_JIT else intrinsic(_floats)
+compiles = not _settings.DISABLE_JIT
+"""Whether loops are compiled, and do not run as Python."""
+floats: Any = intrinsic(_floats) if compiles else _as_python
 """In a loop: the float32 numbers from an address on, as an array. Its length says nothing, and no index is checked."""
 _instruction: Any = intrinsic(_prefetch)
 _load: Any = intrinsic(_touch)

@@ -1,8 +1,8 @@
 """What a module computes beside linear layers, in the exact way: products with weights, and elementwise functions.
 
-Promises   inside ``exactly`` a row of a product with weights is computed as one of several, by oneDNN. No element
-           of an elementwise function is among the last of a thread's share of an array, which torch computes by other
-           code.
+Promises   inside ``exactly`` the bits of a row of a product with weights do not depend on other rows (``packed``). No
+           element of an elementwise function is among the last of a thread's share of an array, which torch computes by
+           other code.
 Does not   judge: ``trial`` does.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from runner.model.fused.linears import least_rows, pack, rows_of_several
+from runner.model.fused.packed import Product, packed, unpacked
 
 _STEP = 64
 """Elements; a multiple of what torch computes at once."""
@@ -72,23 +72,19 @@ class Weights:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._own = {weight.untyped_storage().data_ptr() for weight in parameters}
-        self._packed: dict[tuple[Any, ...], Tensor] = {}
+        self._packed: dict[tuple[Any, ...], Product] = {}
 
     def times(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., K] times the transpose of ``weight`` [n, K]."""
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], weight.shape[0])
-        return rows_of_several(x, self._for_products(weight), None, least_rows(weight))
-
-    def _for_products(self, weight: Tensor) -> Tensor:
-        """``weight`` packed, if it is one of the model's; what was computed is used once."""
         weight = weight.detach()
-        if weight.untyped_storage().data_ptr() not in self._own:
-            return weight.contiguous()
+        if weight.untyped_storage().data_ptr() not in self._own:  # it was computed, and is used once
+            return unpacked(x, weight.contiguous())
         key = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
         if key not in self._packed:
-            self._packed[key] = pack(weight.contiguous())
-        return self._packed[key]
+            self._packed[key] = packed(weight.contiguous())
+        return self._packed[key](x)
 
 
 def exactly(forward: Callable[..., Any], weights: Weights) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import gated
 from runner.model.fused import linears
 from runner.model.fused.distance import relative
+from runner.model.fused.packed import packed
 
 _PARTS = "gate_proj", "up_proj", "down_proj"
 _TOLERANCE = 1e-5
@@ -57,8 +58,7 @@ class Gated:
 
     def __init__(self, module: Any, linear: float, cubic: float) -> None:
         weight = torch.cat([module.gate_proj.weight.detach(), module.up_proj.weight.detach()])
-        self._packed, self._least = linears.pack(weight), linears.least_rows(weight)
-        self._size, self._module = module.gate_proj.out_features, module
+        self._both, self._size, self._module = packed(weight), module.gate_proj.out_features, module
         self._factors = np.float32(linear), np.float32(cubic)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -83,9 +83,6 @@ class Gated:
     def up(self, x: Tensor) -> Tensor:
         """What the other layer gives: a part of both, too."""
         return self._both(x)[..., self._size :]
-
-    def _both(self, x: Tensor) -> Tensor:
-        return linears.rows_of_several(x, self._packed, None, self._least)
 
 
 def silu(module: Any) -> Gated:

@@ -1,0 +1,158 @@
+"""Products with a weight on a CPU, the weight in a layout of its own: by kvtier's loops, or by oneDNN.
+
+torch gives float32 products to MKL, which leaves AVX-512 unused on AMD. All but the loops wait for a weight that comes
+from memory. Which way is the fastest here is tried once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvtier.attention.workers import over_rows
+from kvtier.machine.loops.jit import compiles
+from kvtier.machine.loops.products import AT_ONCE, SPARE, multiplied
+from kvtier.machine.loops.vectors import LANES, ROWS, WIDTH
+
+Product = Callable[[Tensor], Tensor]
+"""x [..., k] to [..., n]."""
+Way = Callable[[Tensor, Tensor | None], Product]
+"""From a weight [n, k], and a bias [n] or None, to the product of their transpose."""
+
+DTYPES = torch.float32, torch.bfloat16
+_CACHE = 2 << 20
+"""Bytes of a core's second cache. A larger result goes past it: it would be read from memory before it is written."""
+_PACKED_FOR = 64
+"""Rows that oneDNN chooses the layout for."""
+_LEAST_ROWS = 2
+_LEAST_ROWS_FROM_MEMORY, _CACHED = 4, 1 << 20
+"""oneDNN's product of 4 rows takes three quarters of the time of one of 2 if the weight, of more bytes than these,
+comes from memory, and up to 1.3 times as long if it is in a core's cache."""
+_FASTER = 0.9
+"""A way is worth its while if it takes at most this share of the time of one before it: torch's, the loops'."""
+_TRIED, _SIDE = ((16, 8), (256, 1)), 1024
+"""The trial of speed: rows and weights, each of so many columns and rows. Few rows take theirs from memory."""
+_REPEATS = 7
+
+
+def packed(weight: Tensor, bias: Tensor | None = None) -> Product:
+    """The product with ``weight`` [n, k] of a dtype of ``DTYPES``. A row's bits do not depend on the rows beside it."""
+    if weight.dtype is not torch.float32:
+        return by_onednn(weight, bias)
+    return (fastest() or (by_loops if compiles else by_onednn))(weight, bias)
+
+
+def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
+    """kvtier's loops, float32."""
+    (n, k), panels = weight.shape, in_panels(weight.detach())
+    plus = None if bias is None else bias.detach().contiguous()
+
+    def product(x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32 or x.shape[-1] != k or not x.is_cpu:
+            given = f"{list(x.shape)}, {x.dtype}, on {x.device}"
+            raise RuntimeError(f"a float32 product of [..., {k}] on a CPU got {given}")
+        x = x.resolve_neg().contiguous()
+        out = x.new_empty(*x.shape[:-1], n)
+        rows = x.numel() // k
+        past = n % LANES == 0 and out.nbytes > _CACHE
+
+        def compute(begin: int, end: int) -> bool:
+            scratch = x.new_empty(min(AT_ONCE, -(-rows // ROWS) * ROWS) * k + SPARE)
+            added = 0 if plus is None else plus.data_ptr()
+            addresses = out.data_ptr(), x.data_ptr(), panels.data_ptr(), added, scratch.data_ptr()
+            return bool(multiplied(*addresses, (rows, k, n), begin, end, past))
+
+        over_rows(compute, len(panels), weight_work(n * k, rows))
+        return out
+
+    return product
+
+
+def weight_work(numbers: int, rows: int) -> int:
+    """What a product takes, in elements of a simple loop. Reading a weight takes as long as multiplying 16 rows."""
+    return numbers * (16 + rows) // 32
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """``weight`` [n, k] as [panels, k, WIDTH], zeros after the last column."""
+    n, k = weight.shape
+    whole, left = divmod(n, WIDTH)
+    panels = weight.new_zeros(whole + bool(left), k, WIDTH)
+    panels[:whole] = weight[: whole * WIDTH].unflatten(0, (whole, WIDTH)).transpose(1, 2)
+    if left:
+        panels[whole, :, :left] = weight[whole * WIDTH :].T
+    return panels
+
+
+def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
+    """oneDNN's products. One row alone is summed in another order; as one of several it has the bits of a batch."""
+    operations: Any = torch.ops.mkldnn
+    layout = operations._reorder_linear_weight(weight.detach(), _PACKED_FOR)
+    return lambda x: unpacked(x, layout, bias, _least_rows(weight))
+
+
+def unpacked(x: Tensor, weight: Tensor, bias: Tensor | None = None, least: int = _LEAST_ROWS) -> Tensor:
+    """oneDNN's product with a weight as it is. Fewer rows than ``least`` are computed as the first of so many."""
+    operations: Any = torch.ops.mkldnn
+    rows = x.numel() // x.shape[-1]
+    if rows >= least:
+        out: Tensor = operations._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
+        return out
+    several = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, least - rows))
+    out = operations._linear_pointwise(several, weight, bias, "none", [], "")[:rows]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+@cache
+def fastest() -> Way | None:
+    """The way of float32 that takes the least time here, each of which is tried once; None if it is torch's own."""
+    ways: list[Way] = [lambda weight, bias: lambda x: F.linear(x, weight, bias)]
+    ways += [by_loops] if compiles else []
+    ways += [by_onednn] if _has_onednn() else []
+    weights = [torch.randn(_SIDE, _SIDE) for _ in range(max(count for _, count in _TRIED))]
+    products = [[way(weight, None) for weight in weights] for way in ways]
+    shares = [0.0] * len(ways)
+    for rows, count in _TRIED:
+        x = torch.randn(rows, _SIDE)
+        seconds = _least_s([partial(_each, each[:count], x) for each in products])
+        shares = [share + s / min(seconds) for share, s in zip(shares, seconds, strict=True)]
+    best = 0
+    for i in range(1, len(ways)):
+        if shares[i] < _FASTER * shares[best]:
+            best = i
+    return ways[best] if best else None
+
+
+def _each(products: list[Product], x: Tensor) -> None:
+    for product in products:
+        product(x)
+
+
+def _has_onednn() -> bool:
+    try:
+        by_onednn(torch.ones(2, 2), None)(torch.ones(2, 2))
+        return True
+    except (AttributeError, RuntimeError):  # a torch without oneDNN, or without these private operations
+        return False
+
+
+def _least_rows(weight: Tensor) -> int:
+    """How many rows oneDNN's product with this weight has at least."""
+    return _LEAST_ROWS if weight.nbytes <= _CACHED else _LEAST_ROWS_FROM_MEMORY
+
+
+def _least_s(works: list[Callable[[], object]]) -> list[float]:
+    """CPU seconds of the shortest run of each. They take turns, so what else the machine does hinders all."""
+    least = [float("inf")] * len(works)
+    for _ in range(_REPEATS):
+        for i, work in enumerate(works):
+            begun = time.thread_time()
+            work()
+            least[i] = min(least[i], time.thread_time() - begun)
+    return least

@@ -1,0 +1,272 @@
+"""Products with packed weights, by loops and by oneDNN, against float64 and torch's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from kvtier.attention import workers
+from kvtier.machine.loops import products
+from runner.model.fused import linears, packed, table
+from runner.model.fused.distance import relative
+
+CPU = torch.device("cpu")
+WAYS = packed.by_loops, packed.by_onednn
+GUARD = 64
+"""Numbers before and behind a result that nobody may write."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Any:
+    if request.param is packed.by_onednn and not packed._has_onednn():
+        pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
+    return request.param
+
+
+@pytest.fixture
+def faster(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine on which one of them is the fastest."""
+    monkeypatch.setattr(packed, "fastest", lambda: way)
+    monkeypatch.setattr(linears, "_SMALL", 0)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+@given(
+    rows=st.integers(1, 40) | st.integers(100, 300),
+    inner=st.integers(1, 90) | st.sampled_from([1023, 1024, 1025, 2100]),
+    columns=st.integers(1, 150),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 3),
+    past=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes(rows: int, inner: int, columns: int, has_bias: bool, threads: int, past: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, inner, generator=generator) for n in (rows, columns))
+    bias = torch.randn(columns, generator=generator) if has_bias else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        patch.setattr(workers, "_WORTH_A_THREAD", 1)
+        patch.setattr(packed, "_CACHE", 0 if past else 1 << 40)
+        product = packed.by_loops(weight, bias)
+        got = product(x)
+        want = exact(x, weight, bias)
+        assert got.shape == want.shape and relative(got.double(), want) < 2e-6
+        for first in {0, rows // 2, rows - 1}:
+            assert torch.equal(product(x[first : first + 1]), got[first : first + 1]), "a row has bits of its own"
+
+
+@pytest.mark.parametrize("columns", [1, 31, 64, 100])
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_nothing_beside_the_result_is_written(rows: int, columns: int) -> None:
+    """Nor is anything behind x and the bias read that could change the result."""
+    inner = 37
+    weight, nan = torch.randn(columns, inner), float("nan")
+    room = torch.full((GUARD + rows * columns + GUARD,), nan)
+    x = torch.full((rows * inner + GUARD,), nan)
+    bias = torch.full((columns + GUARD,), nan)
+    x[: rows * inner], bias[:columns] = torch.randn(rows * inner), torch.randn(columns)
+    panels, scratch = packed.in_panels(weight), torch.empty(products.SPARE + products.AT_ONCE * inner + GUARD)
+    scratch[-GUARD:] = 7
+    to = room.data_ptr() + 4 * GUARD
+    addresses = to, x.data_ptr(), panels.data_ptr(), bias.data_ptr(), scratch.data_ptr()
+    assert products.multiplied(*addresses, (rows, inner, columns), 0, len(panels), False)
+    assert room[:GUARD].isnan().all() and room[-GUARD:].isnan().all() and (scratch[-GUARD:] == 7).all()
+    want = exact(x[: rows * inner].view(rows, inner), weight, bias[:columns])
+    assert relative(room[GUARD:-GUARD].view(rows, columns).double(), want) < 2e-6
+
+
+def test_shares_of_a_weight_s_panels_are_the_whole() -> None:
+    x, weight = torch.randn(3, 20), torch.randn(300, 20)
+    panels, scratch, out = packed.in_panels(weight), torch.empty(1 << 14), torch.full((3, 300), float("nan"))
+    addresses = out.data_ptr(), x.data_ptr(), panels.data_ptr(), 0, scratch.data_ptr()
+    products.multiplied(*addresses, (3, 20, 300), 1, 3, False)
+    done = ~out.isnan().any(0)
+    width = panels.shape[-1]
+    assert done.nonzero().flatten().tolist() == list(range(width, 3 * width))
+    assert relative(out[:, done].double(), exact(x, weight, None)[:, done]) < 2e-6
+
+
+def test_what_is_no_number_stays_in_its_row_and_column() -> None:
+    x, weight = torch.randn(20, 70), torch.randn(90, 70)
+    x[17, 3], weight[40, 5] = float("nan"), float("inf")
+    got = packed.by_loops(weight, None)(x)
+    finite = got.isfinite()
+    assert not finite[17].any() and not finite[:, 40].any()
+    assert finite.sum() == 19 * 89
+
+
+@pytest.mark.parametrize("inner", [64, 640, 2048, 4096])
+def test_a_row_has_the_same_bits_alone_and_among_others(faster: None, inner: int) -> None:
+    layer = nn.Linear(inner, 96).requires_grad_(False)
+    forward, x = linears.fused(layer), torch.randn(1, 300, inner)
+    assert linears.differs(layer, forward) == ""
+    whole = forward(x)
+    for first, rows in ((0, 1), (5, 1), (299, 1), (7, 2), (50, 3), (100, 64), (0, 200)):
+        assert torch.equal(forward(x[:, first : first + rows]), whole[:, first : first + rows]), (first, rows)
+
+
+def test_rows_of_any_shape_and_strides_are_taken(faster: None) -> None:
+    layer = nn.Linear(8, 5).requires_grad_(False)
+    forward = linears.fused(layer)
+    for shape in ((8,), (1, 8), (1, 1, 8), (0, 8), (1, 0, 8), (2, 3, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(forward(x), layer(x))
+    x = torch.randn(8, 6)
+    torch.testing.assert_close(forward(x.T), layer(x.T))
+    torch.testing.assert_close(forward(x.T[::2]), layer(x.T[::2]))
+    turned = torch.view_as_complex(torch.randn(3, 8, 2)).conj().imag
+    assert turned.is_neg()
+    torch.testing.assert_close(forward(turned), layer(turned.resolve_neg()))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 9), torch.ones(2, 8).double(), torch.ones(2, 8, device="meta")])
+def test_what_would_be_read_wrong_is_refused(x: torch.Tensor) -> None:
+    product = packed.by_loops(torch.ones(5, 8), None)
+    with pytest.raises(RuntimeError, match=r"a float32 product of \[\.\.\., 8\]"):
+        product(x)
+
+
+def test_bfloat16_goes_to_onednn_and_float32_to_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(packed, "by_onednn", lambda *of: asked.append("onednn"))
+    monkeypatch.setattr(packed, "by_loops", lambda *of: asked.append("loops"))
+    for found in (None, packed.by_onednn):
+        monkeypatch.setattr(packed, "fastest", lambda found=found: found)
+        packed.packed(torch.ones(2, 2))
+        packed.packed(torch.ones(2, 2).bfloat16())
+    assert asked == ["loops", "onednn", "onednn", "onednn"]
+
+
+class Router(nn.Module):
+    """As LongCat's: it reads its layer's weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier, self.other = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden_states, self.classifier.weight) + self.other(hidden_states)
+
+
+def test_a_weight_that_other_code_reads_stays(faster: None) -> None:
+    """It was NaN, and so was every logit."""
+    module, x = nn.Sequential(Router()).requires_grad_(False), torch.randn(3, 8)
+    own = module(x)
+    assert table.fuse(module, CPU)["linears"] == 2
+    torch.testing.assert_close(module(x), own)
+    assert module[0].other.weight.isnan().all(), "nobody reads this one"
+
+
+def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster: None) -> None:
+    ids = torch.arange(20)[None]
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16, "intermediate_size": 40}
+    for tied, gone in ((True, 0), (False, 1)):
+        config = Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+        own, shape = model(ids).logits, model.lm_head.weight.shape
+        found = table.fuse(model, CPU)
+        assert (found["gates"], found["linears"]) == (2, 11)  # a layer's gate, and its five others; the head
+        torch.testing.assert_close(model(ids).logits, own, rtol=1e-5, atol=1e-5)
+        assert model.model.embed_tokens.weight.isfinite().all()
+        assert bool(model.lm_head.weight.isnan().all()) is bool(gone)
+        assert model.lm_head.weight.shape == shape, "others ask for shapes and count parameters"
+        layer = model.model.layers[0].mlp.up_proj.weight
+        assert layer.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ([1.0, 1.0, 1.0], None),
+        ([1.0, 0.95, 0.91], None),
+        ([1.0, 0.89, 0.85], packed.by_loops),
+        ([1.0, 0.89, 0.7], packed.by_onednn),
+        ([1.0, 1.5, 0.89], packed.by_onednn),
+    ],
+)
+def test_a_tenth_less_is_asked_for(seconds: list[float], found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the loops beside torch, and of oneDNN beside both: a restart should find what the last run found."""
+    monkeypatch.setattr(packed, "_least_s", lambda works: seconds)
+    monkeypatch.setattr(packed, "_has_onednn", lambda: True)
+    assert packed.fastest.__wrapped__() is found
+
+
+def test_a_torch_without_onednn_has_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "by_onednn", lambda *of: torch.ops.mkldnn._no_such_operation(*of))
+    monkeypatch.setattr(packed, "_least_s", lambda works: [1.0, 0.5][: len(works)] + [0.1] * (len(works) - 2))
+    assert packed.fastest.__wrapped__() is packed.by_loops
+
+
+def test_products_stay_torch_s_if_no_way_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "_SMALL", 0)
+    monkeypatch.setattr(packed, "fastest", lambda: None)
+    assert not linears.is_one(nn.Linear(8, 8)) and linears.is_one(nn.Linear(8, 8), exact=True)
+
+
+def test_products_that_are_wrong_are_not_taken(faster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, inner = nn.Linear(8, 8).requires_grad_(False), packed.packed
+    monkeypatch.setattr(packed, "packed", lambda *given: lambda x: inner(*given)(x) * 1.0001)
+    before = layer.weight.clone()
+    assert not any(table.fuse(nn.Sequential(layer), CPU).values())
+    assert torch.equal(layer.weight, before)
+    assert "forward" not in vars(layer)
+
+
+def test_small_layers_half_types_and_other_classes_keep_their_products(
+    faster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(nn.Linear):
+        pass
+
+    assert linears.is_one(nn.Linear(8, 8))
+    monkeypatch.setattr(linears, "_SMALL", 64)
+    assert not linears.is_one(nn.Linear(8, 8)), "a call of MKL's costs less"
+    assert linears.is_one(nn.Linear(8, 8), exact=True) and linears.is_one(nn.Linear(8, 9))
+    assert not linears.is_one(nn.Linear(8, 9).to(torch.bfloat16))
+    assert not linears.is_one(Other(8, 8))
+
+
+_OTHER = """
+import torch
+from kvtier.machine.loops import vectors
+from runner.model.fused import packed
+assert (vectors.LANES, vectors.ROWS) == ({lanes}, {rows}), (vectors.LANES, vectors.ROWS)
+for rows, inner, columns in ((1, 33, 5), (7, 70, 40), (16, 40, 64), (30, 1030, 33)):
+    x, weight, bias = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(columns)
+    product = packed.by_loops(weight, bias)
+    got, want = product(x), x.double() @ weight.double().T + bias
+    assert (got - want).norm() < 2e-6 * want.norm(), (rows, inner, columns)
+    assert torch.equal(product(x[-1:]), got[-1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "lanes", "rows"),
+    [
+        ({"NUMBA_DISABLE_JIT": "1"}, None, None),
+        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}, 8, 6),
+        ({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}, 4, 4),
+    ],
+)
+def test_other_processors_and_plain_python_give_the_same(
+    environment: dict[str, str], lanes: int | None, rows: int | None
+) -> None:
+    code = _OTHER.format(lanes=lanes or "vectors.LANES", rows=rows or "vectors.ROWS")
+    if lanes and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
+        pytest.skip("this processor is none that these names fit: an x86 one with AVX2 does")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment)
+    assert run.returncode == 0, run.stderr
