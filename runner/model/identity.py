@@ -22,6 +22,7 @@ from kvtier.machine.loops.machine_code import cpu
 from kvtier.remote import weights
 from runner.errors import ModelLoadError
 from runner.model.checkpoint import weight_files
+from runner.model.fused import packed
 
 
 def model_id(model: Any, folder: Path) -> str:
@@ -34,8 +35,9 @@ def model_id(model: Any, folder: Path) -> str:
 
 
 def arithmetic() -> str:
-    """Names what the bits of an exact model depend on beside itself: this CPU, as torch and loops use it, and torch."""
-    parts = torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu()
+    """Names what the bits of an exact model depend on beside itself: this CPU, as torch and loops use it, torch, and
+    whose products float32 weights have."""
+    parts = torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu(), packed.chosen().__name__
     return f"exact@{hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()}"
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from runner.errors import ModelLoadError
-from runner.model.identity import model_id, weights_digest
+from runner.model.fused import packed
+from runner.model.identity import arithmetic, model_id, weights_digest
 
 
 @pytest.fixture
@@ -75,6 +76,14 @@ def test_how_it_is_computed_is_part_of_it(folder: Path) -> None:
     assert of(linears=9) == of(linears=3), "what is fused, not how often"
     assert of(device="cuda:1") == of(device="cuda:0")
     assert of().startswith("tiny@")
+
+
+def test_whose_products_an_exact_model_has_is_part_of_its_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for way in (packed.by_loops, packed.by_onednn):
+        monkeypatch.setattr(packed, "fastest", lambda way=way: way)
+        found.add(arithmetic())
+    assert len(found) == 2
 
 
 def test_what_cannot_be_read_is_said(folder: Path) -> None:

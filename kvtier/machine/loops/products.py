@@ -39,7 +39,7 @@ def multiplied(
 ) -> bool:
     """The panels [begin, end) of source [m, k] times a weight [n, k], plus ``bias`` [n]; to [m, n]. True.
 
-    ``weight`` [panels, k, WIDTH]: columns side by side, zeros after the last one. ``bias`` may be 0. ``sizes``: m, k, n.
+    ``weight`` [panels, k, WIDTH]: columns side by side, zeros after the last. ``bias`` may be 0. ``sizes``: m, k, n.
     ``scratch``: ``SPARE`` numbers, and k for each row at once, up to a whole tile. Both are aligned to 64 bytes.
     ``past``: the result goes past the caches; then n is a multiple of LANES, and ``to`` is aligned, too.
     """

@@ -38,9 +38,9 @@ _utils: Any = cgutils
 def _tile(rows: int) -> Any:
     """A function for loops: ``add(sums, x, weight, inner, ahead, step)``.
 
-    x [inner, rows] times weight [inner, WIDTH], summed in the order of ``inner``, is added to sums [rows, WIDTH]. All but x
-    are aligned, and ``inner`` is positive. Meanwhile memory from ``ahead`` on is fetched into the second cache: ``step``
-    bytes, up to two lines, for each of ``inner``.
+    x [inner, rows] times weight [inner, WIDTH], summed in the order of ``inner``, is added to sums [rows, WIDTH]. All
+    but x are aligned, and ``inner`` is positive. Meanwhile memory from ``ahead`` on is fetched into the second cache:
+    ``step`` bytes, up to two lines, for each of ``inner``.
     """
 
     def add(sums: int, x: int, weight: int, inner: int, ahead: int, step: int) -> None:

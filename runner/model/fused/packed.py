@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ Way = Callable[[Tensor, Tensor | None], Product]
 DTYPES = torch.float32, torch.bfloat16
 _CACHE = 2 << 20
 """Bytes of a core's second cache. A larger result goes past it: it would be read from memory before it is written."""
+_CHUNK = 256 << 20
+"""Bytes of memory that weights share."""
 _PACKED_FOR = 64
 """Rows that oneDNN chooses the layout for."""
 _LEAST_ROWS = 2
@@ -43,9 +46,13 @@ _REPEATS = 7
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> Product:
     """The product with ``weight`` [n, k] of a dtype of ``DTYPES``. A row's bits do not depend on the rows beside it."""
-    if weight.dtype is not torch.float32:
-        return by_onednn(weight, bias)
-    return (fastest() or (by_loops if compiles else by_onednn))(weight, bias)
+    way = chosen() if weight.dtype is torch.float32 else by_onednn
+    return way(weight, bias)
+
+
+def chosen() -> Way:
+    """The way of packed float32 weights here."""
+    return fastest() or (by_loops if compiles else by_onednn)
 
 
 def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
@@ -83,11 +90,34 @@ def in_panels(weight: Tensor) -> Tensor:
     """``weight`` [n, k] as [panels, k, WIDTH], zeros after the last column."""
     n, k = weight.shape
     whole, left = divmod(n, WIDTH)
-    panels = weight.new_zeros(whole + bool(left), k, WIDTH)
+    panels = _room.take((whole + bool(left)) * k * WIDTH).view(-1, k, WIDTH)
     panels[:whole] = weight[: whole * WIDTH].unflatten(0, (whole, WIDTH)).transpose(1, 2)
     if left:
         panels[whole, :, :left] = weight[whole * WIDTH :].T
+        panels[whole, :, left:] = 0
     return panels
+
+
+class _Room:
+    """Memory for weights, one behind the other: at the end of a weight what lies behind it is fetched, the next one.
+
+    Small weights share pages of 2 MiB, too. A chunk goes with its last weight; what is not written takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunk, self._lock = torch.empty(0), Lock()
+
+    def take(self, numbers: int) -> Tensor:
+        """Room for so many float32 numbers, aligned to 64 bytes."""
+        size = -(-numbers // 16) * 16
+        with self._lock:
+            if size > len(self._chunk):
+                self._chunk = torch.empty(max(size, _CHUNK // 4), dtype=torch.float32, device="cpu")
+            taken, self._chunk = self._chunk[:numbers], self._chunk[size:]
+        return taken
+
+
+_room = _Room()
 
 
 def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:

@@ -41,10 +41,13 @@ def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[st
         if module in done:
             continue
         of_kind = sort.kind(module)
-        if of_kind not in trials:
-            trials[of_kind] = _tried(sort, module, device)
-        if (make := trials[of_kind]) is not None:
-            module.forward = make(module)
+        if of_kind in trials:
+            make = trials[of_kind]
+            forward = None if make is None else make(module)
+        else:
+            trials[of_kind], forward = _tried(sort, module, device)
+        if forward is not None:
+            module.forward = forward
             counts[sort.__name__.rpartition(".")[2]] += 1
             packed = gates.take_over(module) if sort is gates else (module,) if sort is linears else ()
             done.update(packed)
@@ -92,19 +95,19 @@ def _source(of: type) -> str:
     return found
 
 
-def _tried(sort: Any, module: Any, device: torch.device) -> Maker | None:
-    """How modules of this one's kind are fused; None if they are not."""
+def _tried(sort: Any, module: Any, device: torch.device) -> tuple[Maker | None, Callable[..., Tensor] | None]:
+    """How modules of this one's kind are fused, and its own fused forward; None if they are not."""
     whys = []
     for make in sort.WAYS:
         try:
             forward = make(module)
             why = "its activation or dtype is not known" if forward is None else sort.differs(module, forward)
             if not why:
-                return make
+                return make, forward
         except Exception as problem:  # whatever a compiler or modeling code trips over
             forget_last_error(device)
             why = f"{type(problem).__name__}: {problem}"
         whys.append(why)
     level = logging.WARNING if getattr(module, "is_slow", False) else logging.INFO
     _log.log(level, "%s keeps its own forward: %s", type(module).__name__, "; ".join(whys))
-    return None
+    return None, None
