@@ -31,11 +31,11 @@ MUTATIONS = (
         ("exact.trial._difference", "not all(map(torch.equal, expected, _outcome(model, run)))", "False"),
     ),
     mutation(
-        "a_router_s_row_alone_is_no_pair",
+        "a_router_s_rows_are_multiplied_by_torch",
         "",
         "a token's experts are chosen by other bits if it runs alone",
         "served/exact",
-        ("Weights.times", "least_rows(weight)", "1"),
+        ("Weights.times", "self._packed[key](x)", "F.linear(x, weight)"),
     ),
     mutation(
         "exact_and_other_blocks_have_one_name",
