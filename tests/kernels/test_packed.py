@@ -205,6 +205,19 @@ def test_a_tenth_less_is_asked_for(seconds: list[float], found: Any, monkeypatch
     assert packed.fastest.__wrapped__() is found
 
 
+def test_weights_lie_one_behind_the_other_and_those_of_a_trial_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of one weight the next is fetched."""
+    packed.fastest.__wrapped__()
+    assert not len(packed._room._chunk)
+    first, second = (packed.in_panels(torch.randn(64, 20)) for _ in range(2))
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert first.data_ptr() % 64 == 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    monkeypatch.setattr(packed, "_CHUNK", 1 << 20)
+    packed._room.begin_anew()
+    large = packed.in_panels(torch.randn(1024, 512))
+    assert large.untyped_storage().nbytes() == large.nbytes
+
+
 def test_a_torch_without_onednn_has_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "by_onednn", lambda *of: torch.ops.mkldnn._no_such_operation(*of))
     monkeypatch.setattr(packed, "_least_s", lambda works: [1.0, 0.5][: len(works)] + [0.1] * (len(works) - 2))
