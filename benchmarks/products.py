@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch.nn import functional as F
 
 from benchmarks.machine import describe
 from benchmarks.output import stdout
@@ -63,8 +62,7 @@ def measure(rows: list[int]) -> list[dict[str, Any]]:
     """For each number of rows and each way, ms by name."""
     places = [*LAYER * LAYERS, HEAD]
     weights = [torch.randn(n, k) for _, n, k in places]
-    ways: dict[str, packed.Way] = {"torch": lambda weight, bias: lambda x: F.linear(x, weight, bias)}
-    ways |= {"oneDNN": packed.by_onednn, "loops": packed.by_loops}
+    ways = {"torch": packed.by_torch, "oneDNN": packed.by_onednn, "loops": packed.by_loops}
     products = {name: [way(weight, None) for weight in weights] for name, way in ways.items()}
     found = []
     for count in rows:

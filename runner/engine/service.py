@@ -339,7 +339,7 @@ def _defaults(model: HybridModel) -> dict[str, Any]:
 def _named(model: HybridModel, cache_options: dict[str, Any]) -> dict[str, Any]:
     """``cache_options``, whose ``model_id`` names an exact model's arithmetic, too, whoever has chosen it."""
     if model.exact:
-        cache_options["model_id"] = f"{cache_options['model_id']}/{model_identity.arithmetic()}"
+        cache_options["model_id"] = f"{cache_options['model_id']}/{model_identity.arithmetic(model.dtype)}"
     return cache_options
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from kvtier.machine.loops.machine_code import cpu
+import kvtier
+from kvtier.machine.loops.machine_code import target
 from kvtier.remote import weights
 from runner.errors import ModelLoadError
 from runner.model.checkpoint import weight_files
@@ -34,10 +35,11 @@ def model_id(model: Any, folder: Path) -> str:
     return f"{model.name or 'model'}@{whole.hexdigest()}"
 
 
-def arithmetic() -> str:
-    """Names what the bits of an exact model depend on beside itself: this CPU, as torch and loops use it, torch, and
-    whose products float32 weights have."""
-    parts = torch.__version__, torch.backends.cpu.get_cpu_capability(), cpu(), packed.chosen().__name__
+def arithmetic(dtype: torch.dtype) -> str:
+    """Names what the bits of an exact model of ``dtype`` depend on beside itself: this CPU, as torch and loops use it,
+    torch, this version, and whose products its weights have."""
+    products = (packed.chosen() if dtype is torch.float32 else packed.by_onednn).__name__
+    parts = torch.__version__, torch.backends.cpu.get_cpu_capability(), target(), kvtier.__version__, products
     return f"exact@{hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()}"
 
 

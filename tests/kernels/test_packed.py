@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from kvtier.attention import workers
 from kvtier.machine.loops import products
-from runner.model.fused import linears, packed, table
+from runner.model.fused import linears, packed, room, table
 from runner.model.fused.distance import relative
 
 CPU = torch.device("cpu")
@@ -27,7 +31,7 @@ GUARD = 64
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Any:
-    if request.param is packed.by_onednn and not packed._has_onednn():
+    if request.param is packed.by_onednn and not packed._runs(packed.by_onednn):
         pytest.skip("this torch has no packed products of oneDNN: pip install torch of an x86 build")
     return request.param
 
@@ -37,6 +41,15 @@ def faster(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a machine on which one of them is the fastest."""
     monkeypatch.setattr(packed, "fastest", lambda: way)
     monkeypatch.setattr(linears, "_SMALL", 0)
+
+
+@contextmanager
+def _doubles() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -68,21 +81,22 @@ def test_any_sizes(rows: int, inner: int, columns: int, has_bias: bool, threads:
             assert torch.equal(product(x[first : first + 1]), got[first : first + 1]), "a row has bits of its own"
 
 
+@pytest.mark.parametrize(("rows", "inner"), [(1, 37), (5, 16), (13, 64), (14, 64), (130, 37), (300, 16)])
 @pytest.mark.parametrize("columns", [1, 31, 64, 100])
-@pytest.mark.parametrize("rows", [1, 5, 130])
-def test_nothing_beside_the_result_is_written(rows: int, columns: int) -> None:
+@pytest.mark.parametrize("past", [False, True])
+def test_nothing_beside_the_result_and_the_scratch_space_is_written(
+    rows: int, inner: int, columns: int, past: bool
+) -> None:
     """Nor is anything behind x and the bias read that could change the result."""
-    inner = 37
-    weight, nan = torch.randn(columns, inner), float("nan")
+    weight, nan, scratch_size = torch.randn(columns, inner), float("nan"), products.scratch_numbers(rows, inner)
     room = torch.full((GUARD + rows * columns + GUARD,), nan)
     x = torch.full((rows * inner + GUARD,), nan)
     bias = torch.full((columns + GUARD,), nan)
     x[: rows * inner], bias[:columns] = torch.randn(rows * inner), torch.randn(columns)
-    panels, scratch = packed.in_panels(weight), torch.empty(products.SPARE + products.AT_ONCE * inner + GUARD)
-    scratch[-GUARD:] = 7
+    panels, scratch = packed.in_panels(weight), torch.full((scratch_size + GUARD,), 7.0)
     to = room.data_ptr() + 4 * GUARD
     addresses = to, x.data_ptr(), panels.data_ptr(), bias.data_ptr(), scratch.data_ptr()
-    assert products.multiplied(*addresses, (rows, inner, columns), 0, len(panels), False)
+    assert products.multiplied(*addresses, (rows, inner, columns), 0, len(panels), past and columns == 64)
     assert room[:GUARD].isnan().all() and room[-GUARD:].isnan().all() and (scratch[-GUARD:] == 7).all()
     want = exact(x[: rows * inner].view(rows, inner), weight, bias[:columns])
     assert relative(room[GUARD:-GUARD].view(rows, columns).double(), want) < 2e-6
@@ -132,11 +146,17 @@ def test_rows_of_any_shape_and_strides_are_taken(faster: None) -> None:
     torch.testing.assert_close(forward(turned), layer(turned.resolve_neg()))
 
 
-@pytest.mark.parametrize("x", [torch.ones(2, 9), torch.ones(2, 8).double(), torch.ones(2, 8, device="meta")])
-def test_what_would_be_read_wrong_is_refused(x: torch.Tensor) -> None:
+def test_what_would_be_read_wrong_is_refused() -> None:
+    """Two of them are tensors without memory."""
     product = packed.by_loops(torch.ones(5, 8), None)
-    with pytest.raises(RuntimeError, match=r"a float32 product of \[\.\.\., 8\]"):
-        product(x)
+    nothing = torch._efficientzerotensor(2, 8)
+    for x in (torch.ones(2, 9), torch.ones(2, 8).double(), torch.ones(2, 8, device="meta"), nothing):
+        with pytest.raises(RuntimeError, match=r"a float32 product of \[\.\.\., 8\]"):
+            product(x)
+    with pytest.raises((RuntimeError, UserWarning)):
+        product(FakeTensorMode().from_tensor(torch.ones(2, 8)))
+    with pytest.raises(RuntimeError):
+        packed.by_loops(torch.ones(5, 8), torch.ones(3))
 
 
 def test_bfloat16_goes_to_onednn_and_float32_to_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,21 +221,51 @@ def test_a_packed_weight_takes_the_place_of_its_own_and_a_tied_head_stays(faster
 def test_a_tenth_less_is_asked_for(seconds: list[float], found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the loops beside torch, and of oneDNN beside both: a restart should find what the last run found."""
     monkeypatch.setattr(packed, "_least_s", lambda works: seconds)
-    monkeypatch.setattr(packed, "_has_onednn", lambda: True)
+    monkeypatch.setattr(packed, "_runs", lambda way: True)
     assert packed.fastest.__wrapped__() is found
 
 
-def test_weights_lie_one_behind_the_other_and_those_of_a_trial_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of one weight the next is fetched."""
-    packed.fastest.__wrapped__()
-    assert not len(packed._room._chunk)
-    first, second = (packed.in_panels(torch.randn(64, 20)) for _ in range(2))
-    assert second.data_ptr() == first.data_ptr() + first.nbytes
+def test_weights_lie_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of one the next is fetched. What was tried in vain lies not between them, and large ones alone."""
+    monkeypatch.setattr(room, "_CHUNK", 1 << 20)
+    with room.side_by_side():
+        first = packed.in_panels(torch.randn(64, 20))
+        before = room.mark()
+        tried = packed.in_panels(torch.randn(64, 300))
+        room.back_to(before)
+        second, large = packed.in_panels(torch.randn(64, 20)), packed.in_panels(torch.randn(1024, 512))
+    assert second.data_ptr() == first.data_ptr() + first.nbytes == tried.data_ptr()
     assert first.data_ptr() % 64 == 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    monkeypatch.setattr(packed, "_CHUNK", 1 << 20)
-    packed._room.begin_anew()
-    large = packed.in_panels(torch.randn(1024, 512))
-    assert large.untyped_storage().nbytes() == large.nbytes
+    alone = packed.in_panels(torch.randn(64, 20))
+    for each in (large, alone):
+        assert each.untyped_storage().nbytes() == each.nbytes and each.data_ptr() % 64 == 0
+
+
+def test_no_rejected_trial_lies_between_weights(faster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[torch.Tensor]()
+    inner = packed.in_panels
+    monkeypatch.setattr(packed, "in_panels", lambda weight: taken.append(inner(weight)) or taken[-1])
+    config = Gemma3TextConfig(hidden_size=48, intermediate_size=72)
+    table.fuse(nn.Sequential(nn.Linear(48, 48), Gemma3MLP(config)).requires_grad_(False), CPU)
+    if taken:  # of the layer before it, of SiLU, which it is not, of GELU, and of the layer behind both
+        before, silu, gelu, behind = taken
+        assert before.data_ptr() + before.nbytes == silu.data_ptr() == gelu.data_ptr()
+        assert behind.data_ptr() == gelu.data_ptr() + gelu.nbytes
+
+
+def test_memory_of_inference_mode_is_written_outside_of_it() -> None:
+    with room.side_by_side():
+        with torch.inference_mode():
+            packed.by_loops(torch.ones(8, 8), None)
+        assert packed.by_loops(torch.ones(8, 8), None)(torch.ones(1, 8)).tolist() == [[8.0] * 8]
+
+
+@pytest.mark.parametrize("around", [lambda: torch.device("meta"), _doubles, torch.inference_mode])
+def test_the_trial_runs_whatever_tensors_are_by_default(around: Any) -> None:
+    before = torch.get_rng_state()
+    with around():
+        packed.fastest.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_torch_without_onednn_has_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +323,7 @@ for rows, inner, columns in ((1, 33, 5), (7, 70, 40), (16, 40, 64), (30, 1030, 3
         ({"NUMBA_DISABLE_JIT": "1"}, None, None),
         ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma"}, 8, 6),
         ({"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}, 4, 4),
+        ({"NUMBA_CPU_NAME": "generic"}, 4, 4),
     ],
 )
 def test_other_processors_and_plain_python_give_the_same(

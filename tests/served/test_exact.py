@@ -223,7 +223,7 @@ def test_exact_and_other_engines_share_nothing(load: Callable[..., HybridModel],
             hit = served.cached_tokens["remote"]
             assert (hit > 0) is (exact and before)
         before = exact
-    assert identity.arithmetic().startswith("exact@")
+    assert identity.arithmetic(torch.float32).startswith("exact@")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -266,5 +266,10 @@ def cpu() -> str:
     return str(cpu_target.target_context.codegen().magic_tuple()[1])
 
 
+def target() -> str:
+    """A digest of the CPU for which code is made, and of what it can."""
+    return _cpu(cpu_target.target_context.codegen())
+
+
 def _cpu(codegen: Any) -> str:
     return hashlib.blake2b(str(codegen.magic_tuple()).encode(), digest_size=8).hexdigest()

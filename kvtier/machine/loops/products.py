@@ -15,12 +15,17 @@ from kvtier.machine.loops.vectors import HALF, LANES, ROWS, WIDTH, add1, add2, a
 
 AT_ONCE = 9 * ROWS
 """Rows for which the weight is read once."""
-SPARE = AT_ONCE * WIDTH + LANES
-"""Numbers of scratch space besides those of the rows."""
+_SUMS = AT_ONCE * WIDTH
+"""Numbers of scratch space for a panel's sums; the rest is for rows that have become columns."""
 _INNER = np.int64(1024)
 """Of the inner dimension at once: a tile's weights, 128 KiB at most, stay in a core's second cache for all rows."""
 _BYTES, _WIDTH, _LANES = np.int64(4), np.int64(WIDTH), np.int64(LANES)
 _ROWS, _HALF = np.int64(ROWS), np.int64(HALF)
+
+
+def scratch_numbers(rows: int, inner: int) -> int:
+    """Float32 numbers of scratch space for ``multiplied``: rows may fill a tile up, and ``turn`` writes behind them."""
+    return _SUMS + min(AT_ONCE, -(-rows // ROWS) * ROWS) * inner + LANES
 
 
 @inlined
@@ -40,12 +45,12 @@ def multiplied(
     """The panels [begin, end) of source [m, k] times a weight [n, k], plus ``bias`` [n]; to [m, n]. True.
 
     ``weight`` [panels, k, WIDTH]: columns side by side, zeros after the last. ``bias`` may be 0. ``sizes``: m, k, n.
-    ``scratch``: ``SPARE`` numbers, and k for each row at once, up to a whole tile. Both are aligned to 64 bytes.
+    ``scratch``: as many as ``scratch_numbers``. It and ``weight`` are aligned to 64 bytes.
     ``past``: the result goes past the caches; then n is a multiple of LANES, and ``to`` is aligned, too.
     """
     m, k, n = sizes
     out, x, plus, sums = floats(to), floats(source), floats(bias), floats(scratch)
-    columns = scratch + _BYTES * np.int64(SPARE)
+    columns = scratch + _BYTES * np.int64(_SUMS)
     a = floats(columns)
     whole = k - k % _LANES
     for first in range(0, m, AT_ONCE):

@@ -1,6 +1,6 @@
 """The processor's vectors of float32, for the loop of ``products``: what numba cannot say of arrays.
 
-Arguments are addresses and sizes. What must be aligned is so to 64 bytes.
+Arguments are addresses and sizes. What must be aligned is so to a vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtier.machine.loops.jit import compiles, floats
 
 _settings: Any = config
 _host: Any = get_host_cpu_features
-_features = (_settings.CPU_FEATURES or _host()).split(",")
+_features = (_host() if _settings.CPU_FEATURES is None else _settings.CPU_FEATURES).split(",")
 LANES = 16 if "+avx512f" in _features else 8 if "+avx" in _features else 4
 """Numbers in a vector of the processor that numba compiles for."""
 _ACROSS = 4 if "+neon" in _features else 2
@@ -38,9 +38,9 @@ _utils: Any = cgutils
 def _tile(rows: int) -> Any:
     """A function for loops: ``add(sums, x, weight, inner, ahead, step)``.
 
-    x [inner, rows] times weight [inner, WIDTH], summed in the order of ``inner``, is added to sums [rows, WIDTH]. All
-    but x are aligned, and ``inner`` is positive. Meanwhile memory from ``ahead`` on is fetched into the second cache:
-    ``step`` bytes, up to two lines, for each of ``inner``.
+    x [inner, rows] times weight [inner, WIDTH], summed in the order of ``inner``, is added to sums [rows, WIDTH]. The
+    last two are aligned, and ``inner`` is positive. Meanwhile memory from ``ahead`` on is fetched into the second
+    cache: ``step`` bytes, up to two lines, for each of ``inner``.
     """
 
     def add(sums: int, x: int, weight: int, inner: int, ahead: int, step: int) -> None:
@@ -78,8 +78,8 @@ def _tile(rows: int) -> Any:
             phi.add_incoming(then, last)
 
         builder.position_at_end(done)
-        for i, sum in enumerate(after):
-            _store(builder, builder.fadd(_load(builder, to, _I64(i)), sum), to, _I64(i), 4 * LANES)
+        for i, total in enumerate(after):
+            _store(builder, builder.fadd(_load(builder, to, _I64(i)), total), to, _I64(i), 4 * LANES)
         return context.get_dummy_value()
 
     def typed(_context: Any, sums: Any, x: Any, weight: Any, inner: Any, ahead: Any, step: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -18,19 +17,18 @@ from torch.nn import functional as F
 
 from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.jit import compiles
-from kvtier.machine.loops.products import AT_ONCE, SPARE, multiplied
-from kvtier.machine.loops.vectors import LANES, ROWS, WIDTH
+from kvtier.machine.loops.products import multiplied, scratch_numbers
+from kvtier.machine.loops.vectors import LANES, WIDTH
+from runner.model.fused import room
 
 Product = Callable[[Tensor], Tensor]
-"""x [..., k] to [..., n]."""
+"""x [..., k] to [..., n], without gradients."""
 Way = Callable[[Tensor, Tensor | None], Product]
 """From a weight [n, k], and a bias [n] or None, to the product of their transpose."""
 
 DTYPES = torch.float32, torch.bfloat16
 _CACHE = 2 << 20
 """Bytes of a core's second cache. A larger result goes past it: it would be read from memory before it is written."""
-_CHUNK = 256 << 20
-"""Bytes of memory that weights share."""
 _PACKED_FOR = 64
 """Rows that oneDNN chooses the layout for."""
 _LEAST_ROWS = 2
@@ -38,14 +36,15 @@ _LEAST_ROWS_FROM_MEMORY, _CACHED = 4, 1 << 20
 """oneDNN's product of 4 rows takes three quarters of the time of one of 2 if the weight, of more bytes than these,
 comes from memory, and up to 1.3 times as long if it is in a core's cache."""
 _FASTER = 0.9
-"""A way is worth its while if it takes at most this share of the time of one before it: torch's, the loops'."""
+"""A way is worth its while if it takes less than this share of the time of one before it: torch's, the loops'. Few rows
+and many count alike."""
 _TRIED, _SIDE = ((16, 8), (256, 1)), 1024
 """The trial of speed: rows and weights, each of so many columns and rows. Few rows take theirs from memory."""
 _REPEATS = 7
 
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """The product with ``weight`` [n, k] of a dtype of ``DTYPES``. A row's bits do not depend on the rows beside it."""
+    """The product with ``weight`` [n, k], of one of ``DTYPES``. In float32 no row's bits depend on other rows."""
     way = chosen() if weight.dtype is torch.float32 else by_onednn
     return way(weight, bias)
 
@@ -58,10 +57,11 @@ def chosen() -> Way:
 def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
     """kvtier's loops, float32."""
     (n, k), panels = weight.shape, in_panels(weight.detach())
-    plus = None if bias is None else bias.detach().contiguous()
+    plus = None if bias is None else bias.detach().to(panels).contiguous().expand(n)
 
     def product(x: Tensor) -> Tensor:
-        if x.dtype is not torch.float32 or x.shape[-1] != k or not x.is_cpu:
+        is_there = x.is_cpu and (x.data_ptr() or not x.numel())
+        if x.dtype is not torch.float32 or x.shape[-1] != k or not is_there:
             given = f"{list(x.shape)}, {x.dtype}, on {x.device}"
             raise RuntimeError(f"a float32 product of [..., {k}] on a CPU got {given}")
         x = x.resolve_neg().contiguous()
@@ -70,7 +70,7 @@ def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
         past = n % LANES == 0 and out.nbytes > _CACHE
 
         def compute(begin: int, end: int) -> bool:
-            scratch = x.new_empty(min(AT_ONCE, -(-rows // ROWS) * ROWS) * k + SPARE)
+            scratch = x.new_empty(scratch_numbers(rows, k))
             added = 0 if plus is None else plus.data_ptr()
             addresses = out.data_ptr(), x.data_ptr(), panels.data_ptr(), added, scratch.data_ptr()
             return bool(multiplied(*addresses, (rows, k, n), begin, end, past))
@@ -90,39 +90,12 @@ def in_panels(weight: Tensor) -> Tensor:
     """``weight`` [n, k] as [panels, k, WIDTH], zeros after the last column."""
     n, k = weight.shape
     whole, left = divmod(n, WIDTH)
-    panels = _room.take((whole + bool(left)) * k * WIDTH).view(-1, k, WIDTH)
+    panels = room.place((whole + bool(left)) * k * WIDTH).view(whole + bool(left), k, WIDTH)
     panels[:whole] = weight[: whole * WIDTH].unflatten(0, (whole, WIDTH)).transpose(1, 2)
     if left:
         panels[whole, :, :left] = weight[whole * WIDTH :].T
         panels[whole, :, left:] = 0
     return panels
-
-
-class _Room:
-    """Memory for weights, one behind the other: at the end of a weight what lies behind it is fetched, the next one.
-
-    Small weights share pages of 2 MiB, too. A chunk goes with its last weight; what is not written takes no memory.
-    """
-
-    def __init__(self) -> None:
-        self._chunk, self._lock = torch.empty(0), Lock()
-
-    def take(self, numbers: int) -> Tensor:
-        """Room for so many float32 numbers, aligned to 64 bytes."""
-        size = -(-numbers // 16) * 16
-        with self._lock:
-            if size > len(self._chunk):
-                self._chunk = torch.empty(max(size, _CHUNK // 4), dtype=torch.float32, device="cpu")
-            taken, self._chunk = self._chunk[:numbers], self._chunk[size:]
-        return taken
-
-    def begin_anew(self) -> None:
-        """What was taken before goes with its own last use: nothing is put behind it any more."""
-        with self._lock:
-            self._chunk = torch.empty(0)
-
-
-_room = _Room()
 
 
 def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
@@ -133,7 +106,7 @@ def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def unpacked(x: Tensor, weight: Tensor, bias: Tensor | None = None, least: int = _LEAST_ROWS) -> Tensor:
-    """oneDNN's product with a weight as it is. Fewer rows than ``least`` are computed as the first of so many."""
+    """oneDNN's product with a weight [n, k] as it is, or packed. Fewer rows than ``least`` are the first of so many."""
     operations: Any = torch.ops.mkldnn
     rows = x.numel() // x.shape[-1]
     if rows >= least:
@@ -144,20 +117,22 @@ def unpacked(x: Tensor, weight: Tensor, bias: Tensor | None = None, least: int =
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
+def by_torch(weight: Tensor, bias: Tensor | None) -> Product:
+    """torch's own."""
+    return lambda x: F.linear(x, weight, bias)
+
+
 @cache
 def fastest() -> Way | None:
     """The way of float32 that takes the least time here, each of which is tried once; None if it is torch's own."""
-    ways: list[Way] = [lambda weight, bias: lambda x: F.linear(x, weight, bias)]
-    ways += [by_loops] if compiles else []
-    ways += [by_onednn] if _has_onednn() else []
-    weights = [torch.randn(_SIDE, _SIDE) for _ in range(max(count for _, count in _TRIED))]
+    ways = [by_torch, *[way for way in (by_loops, by_onednn) if _runs(way)]]
+    weights = [_random(_SIDE) for _ in range(max(count for _, count in _TRIED))]
     products = [[way(weight, None) for weight in weights] for way in ways]
     shares = [0.0] * len(ways)
     for rows, count in _TRIED:
-        x = torch.randn(rows, _SIDE)
+        x = _random(rows)
         seconds = _least_s([partial(_each, each[:count], x) for each in products])
         shares = [share + s / min(seconds) for share, s in zip(shares, seconds, strict=True)]
-    _room.begin_anew()
     best = 0
     for i in range(1, len(ways)):
         if shares[i] < _FASTER * shares[best]:
@@ -165,16 +140,23 @@ def fastest() -> Way | None:
     return ways[best] if best else None
 
 
+def _random(rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, _SIDE, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def _each(products: list[Product], x: Tensor) -> None:
     for product in products:
         product(x)
 
 
-def _has_onednn() -> bool:
+def _runs(way: Way) -> bool:
+    """Whether it is there: a torch may have no oneDNN, or others of these private operations; loops run as Python."""
     try:
-        by_onednn(torch.ones(2, 2), None)(torch.ones(2, 2))
-        return True
-    except (AttributeError, RuntimeError):  # a torch without oneDNN, or without these private operations
+        ones = torch.ones(2, 2, dtype=torch.float32, device="cpu")
+        way(ones, None)(ones)
+        return way is not by_loops or compiles
+    except (AttributeError, RuntimeError):
         return False
 
 
@@ -184,11 +166,11 @@ def _least_rows(weight: Tensor) -> int:
 
 
 def _least_s(works: list[Callable[[], object]]) -> list[float]:
-    """CPU seconds of the shortest run of each. They take turns, so what else the machine does hinders all."""
+    """Seconds of the shortest run of each. They take turns, so what else the machine does hinders all."""
     least = [float("inf")] * len(works)
     for _ in range(_REPEATS):
         for i, work in enumerate(works):
-            begun = time.thread_time()
+            begun = time.perf_counter()
             work()
-            least[i] = min(least[i], time.thread_time() - begun)
+            least[i] = min(least[i], time.perf_counter() - begun)
     return least

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvtier.attention.kernels.choice import runs_kernel
 from kvtier.machine.device import forget_last_error
-from runner.model.fused import experts, gates, linears, norms, rope
+from runner.model.fused import experts, gates, linears, norms, room, rope
 
 _log = logging.getLogger("kvtier.fused")
 
@@ -37,23 +37,24 @@ def fuse(model: nn.Module, device: torch.device, exact: bool = False) -> dict[st
     read = {child for module in model.modules() for child in _read_by(module)}
     trials: dict[tuple[object, ...], Maker | None] = {}
     done = set[nn.Module]()
-    for sort, module in _candidates(model, device, exact):
-        if module in done:
-            continue
-        of_kind = sort.kind(module)
-        if of_kind in trials:
-            make = trials[of_kind]
-            forward = None if make is None else make(module)
-        else:
-            trials[of_kind], forward = _tried(sort, module, device)
-        if forward is not None:
-            module.forward = forward
-            counts[sort.__name__.rpartition(".")[2]] += 1
-            packed = gates.take_over(module) if sort is gates else (module,) if sort is linears else ()
-            done.update(packed)
-            for layer in packed:
-                if layer not in read and users[layer.weight.data_ptr()] == 1:
-                    linears.let_go(layer)
+    with room.side_by_side():
+        for sort, module in _candidates(model, device, exact):
+            if module in done:
+                continue
+            of_kind = sort.kind(module)
+            if of_kind in trials:
+                make = trials[of_kind]
+                forward = None if make is None else make(module)
+            else:
+                trials[of_kind], forward = _tried(sort, module, device)
+            if forward is not None:
+                module.forward = forward
+                counts[sort.__name__.rpartition(".")[2]] += 1
+                layers = gates.take_over(module) if sort is gates else (module,) if sort is linears else ()
+                done.update(layers)
+                for layer in layers:
+                    if layer not in read and users[layer.weight.data_ptr()] == 1:
+                        linears.let_go(layer)
     return counts
 
 
@@ -99,6 +100,7 @@ def _tried(sort: Any, module: Any, device: torch.device) -> tuple[Maker | None, 
     """How modules of this one's kind are fused, and its own fused forward; None if they are not."""
     whys = []
     for make in sort.WAYS:
+        before = room.mark()
         try:
             forward = make(module)
             why = "its activation or dtype is not known" if forward is None else sort.differs(module, forward)
@@ -107,6 +109,8 @@ def _tried(sort: Any, module: Any, device: torch.device) -> tuple[Maker | None, 
         except Exception as problem:  # whatever a compiler or modeling code trips over
             forget_last_error(device)
             why = f"{type(problem).__name__}: {problem}"
+        forward = None
+        room.back_to(before)
         whys.append(why)
     level = logging.WARNING if getattr(module, "is_slow", False) else logging.INFO
     _log.log(level, "%s keeps its own forward: %s", type(module).__name__, "; ".join(whys))

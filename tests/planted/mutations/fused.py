@@ -71,9 +71,9 @@ MUTATIONS = (
         "a layer multiplies with numbers of the next one",
         "kernels/packed",
         (
-            "packed._Room.take",
-            "self._chunk[:numbers], self._chunk[size:]",
-            "self._chunk[:numbers], self._chunk[size // 2 :]",
+            "fused.room._Room.take",
+            "self.left[:numbers], self.left[size:]",
+            "self.left[:numbers], self.left[size // 2 :]",
         ),
     ),
     mutation(
