@@ -45,7 +45,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with torch.inference_mode():
         found = measure(args.rows)
-    table = Table(title=f"CPU ms of all products of a step; {packed.chosen().__name__} is taken here")
+    table = Table(title=f"CPU ms of all products of a step; {packed.chosen(torch.float32).__name__} is taken here")
     names = [name for name, *_ in (*LAYER, HEAD)]
     for column in ("rows", "way", *names, "all"):
         table.add_column(column, justify="right")

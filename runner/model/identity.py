@@ -38,7 +38,7 @@ def model_id(model: Any, folder: Path) -> str:
 def arithmetic(dtype: torch.dtype) -> str:
     """Names what the bits of an exact model of ``dtype`` depend on beside itself: this CPU, as torch and loops use it,
     torch, this version, and whose products its weights have."""
-    products = (packed.chosen() if dtype is torch.float32 else packed.by_onednn).__name__
+    products = packed.chosen(dtype).__name__
     parts = torch.__version__, torch.backends.cpu.get_cpu_capability(), target(), kvtier.__version__, products
     return f"exact@{hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()}"
 

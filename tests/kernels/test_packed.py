@@ -151,7 +151,7 @@ def test_what_would_be_read_wrong_is_refused() -> None:
     product = packed.by_loops(torch.ones(5, 8), None)
     nothing = torch._efficientzerotensor(2, 8)
     for x in (torch.ones(2, 9), torch.ones(2, 8).double(), torch.ones(2, 8, device="meta"), nothing):
-        with pytest.raises(RuntimeError, match=r"a float32 product of \[\.\.\., 8\]"):
+        with pytest.raises(RuntimeError, match=r"a product of torch.float32 \[\.\.\., 8\]"):
             product(x)
     with pytest.raises((RuntimeError, UserWarning)):
         product(FakeTensorMode().from_tensor(torch.ones(2, 8)))
@@ -159,15 +159,38 @@ def test_what_would_be_read_wrong_is_refused() -> None:
         packed.by_loops(torch.ones(5, 8), torch.ones(3))
 
 
-def test_bfloat16_goes_to_onednn_and_float32_to_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[str]()
-    monkeypatch.setattr(packed, "by_onednn", lambda *of: asked.append("onednn"))
-    monkeypatch.setattr(packed, "by_loops", lambda *of: asked.append("loops"))
-    for found in (None, packed.by_onednn):
+def test_who_multiplies_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, own, float32, bfloat16 in (
+        (None, True, packed.by_loops, packed.by_onednn),
+        (packed.by_onednn, False, packed.by_onednn, packed.by_loops),
+    ):
         monkeypatch.setattr(packed, "fastest", lambda found=found: found)
-        packed.packed(torch.ones(2, 2))
-        packed.packed(torch.ones(2, 2).bfloat16())
-    assert asked == ["loops", "onednn", "onednn", "onednn"]
+        monkeypatch.setattr(packed, "_has_rows_of_their_own", lambda own=own: own)
+        assert packed.chosen(torch.float32) is float32
+        assert packed.chosen(torch.bfloat16) is bfloat16
+
+
+@pytest.mark.parametrize("inner", [64, 1100])
+def test_bfloat16_by_loops_is_rounded_once(inner: int) -> None:
+    x, weight, bias = (torch.randn(n, inner).bfloat16() for n in (21, 50, 1))
+    product = packed.by_loops(weight, bias[0, :50])
+    got, want = product(x), exact(x, weight, bias[0, :50])
+    assert got.dtype is torch.bfloat16
+    assert (got.double() - want).abs().max() <= 2**-8 * want.abs().max()
+    assert (got == want.bfloat16()).double().mean() > 0.99
+    for rows in (1, 3, 20):
+        assert torch.equal(product(x[:rows]), got[:rows])
+    with pytest.raises(RuntimeError, match=r"a product of torch\.bfloat16"):
+        product(x.float())
+
+
+def test_a_way_whose_rows_depend_on_others_is_not_taken_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_tiles(weight: torch.Tensor, bias: Any) -> Any:
+        return lambda x: F.linear(x, weight) * (1.01 if len(x) % 16 else 1)
+
+    for way, own in ((of_tiles, False), (packed.by_loops, True)):
+        monkeypatch.setattr(packed, "by_onednn", way)
+        assert packed._has_rows_of_their_own.__wrapped__() is own
 
 
 class Router(nn.Module):

@@ -83,7 +83,6 @@ def test_whose_products_an_exact_model_has_is_part_of_its_arithmetic(monkeypatch
     for way in (packed.by_loops, packed.by_onednn):
         monkeypatch.setattr(packed, "fastest", lambda way=way: way)
         found.add(arithmetic(torch.float32))
-        assert arithmetic(torch.bfloat16) in found or len(found) == 1, "its products are oneDNN's"
     assert len(found) == 2
 
 

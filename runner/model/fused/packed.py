@@ -41,30 +41,34 @@ and many count alike."""
 _TRIED, _SIDE = ((16, 8), (256, 1)), 1024
 """The trial of speed: rows and weights, each of so many columns and rows. Few rows take theirs from memory."""
 _REPEATS = 7
+_ROWS = 1, 7, 16, 61, 101, 243, 359
+"""Rows whose bits are compared."""
 
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """The product with ``weight`` [n, k], of one of ``DTYPES``. In float32 no row's bits depend on other rows."""
-    way = chosen() if weight.dtype is torch.float32 else by_onednn
-    return way(weight, bias)
+    """The product with ``weight`` [n, k], of one of ``DTYPES``. No row's bits depend on other rows."""
+    return chosen(weight.dtype)(weight, bias)
 
 
-def chosen() -> Way:
-    """The way of packed float32 weights here."""
-    return fastest() or (by_loops if compiles else by_onednn)
+def chosen(dtype: torch.dtype) -> Way:
+    """The way of packed weights of ``dtype`` here."""
+    if dtype is torch.float32:
+        return fastest() or (by_loops if compiles else by_onednn)
+    return by_onednn if not compiles or _has_rows_of_their_own() else by_loops
 
 
 def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
-    """kvtier's loops, float32."""
+    """kvtier's loops, which compute in float32: other weights are packed as float32, and results rounded."""
+    dtype = weight.dtype
     (n, k), panels = weight.shape, in_panels(weight.detach())
     plus = None if bias is None else bias.detach().to(panels).contiguous().expand(n)
 
     def product(x: Tensor) -> Tensor:
         is_there = x.is_cpu and (x.data_ptr() or not x.numel())
-        if x.dtype is not torch.float32 or x.shape[-1] != k or not is_there:
+        if x.dtype is not dtype or x.shape[-1] != k or not is_there:
             given = f"{list(x.shape)}, {x.dtype}, on {x.device}"
-            raise RuntimeError(f"a float32 product of [..., {k}] on a CPU got {given}")
-        x = x.resolve_neg().contiguous()
+            raise RuntimeError(f"a product of {dtype} [..., {k}] on a CPU got {given}")
+        x = x.float().resolve_neg().contiguous()
         out = x.new_empty(*x.shape[:-1], n)
         rows = x.numel() // k
         past = n % LANES == 0 and out.nbytes > _CACHE
@@ -76,7 +80,7 @@ def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
             return bool(multiplied(*addresses, (rows, k, n), begin, end, past))
 
         over_rows(compute, len(panels), weight_work(n * k, rows))
-        return out
+        return out.to(dtype)
 
     return product
 
@@ -138,6 +142,16 @@ def fastest() -> Way | None:
         if shares[i] < _FASTER * shares[best]:
             best = i
     return ways[best] if best else None
+
+
+@cache
+def _has_rows_of_their_own() -> bool:
+    """Whether oneDNN's rows in bfloat16 have the same bits alone and among others: of AMX's tiles they have not."""
+    if not _runs(by_onednn):
+        return False
+    product, x = by_onednn(_random(_SIDE).bfloat16(), None), _random(max(_ROWS)).bfloat16()
+    whole = product(x)
+    return all(torch.equal(product(x[:rows]), whole[:rows]) for rows in _ROWS)
 
 
 def _random(rows: int) -> Tensor:
