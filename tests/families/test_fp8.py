@@ -33,7 +33,6 @@ follows differs: the largest seen is 5.4e-3."""
 MISSING = {
     "cwm",
     "exaone_moe",
-    "falcon_h1",
     "glm4",
     "gpt_oss",
     "granitemoe_swa",
@@ -46,6 +45,8 @@ MISSING = {
 """Those of which a token in 17, or up to three, falls out of the eight likeliest, with calibrated scales or without."""
 OF_LATENTS = {"deepseek_v3", "sarvam_mla"}
 """Likewise. What is rounded of them is judged in `test_latents.py`."""
+WITH_STATES = {"falcon_h1"}
+"""Likewise, on some CPUs."""
 WITHOUT = {"mamba2"}
 """They have no K and V."""
 AMONG_EIGHT = 0.8
@@ -175,7 +176,7 @@ def test_rounding_keeps_the_likeliest_tokens_among_the_likeliest(
     theirs = torch.stack([subject.expected[row][position] for row, position in places])
     for a, b in ((logits, theirs), (theirs, logits)):
         among = (a.argmax(-1)[:, None] == b.topk(8).indices).any(-1)
-        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING | OF_LATENTS else 1.0)
+        assert float(among.float().mean()) >= (AMONG_EIGHT if name in MISSING | OF_LATENTS | WITH_STATES else 1.0)
     assert differences((logits, places), subject.expected)[1] > 1e-3, "nothing was rounded"
 
 
