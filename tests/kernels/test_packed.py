@@ -157,6 +157,7 @@ def test_what_would_be_read_wrong_is_refused() -> None:
         product(FakeTensorMode().from_tensor(torch.ones(2, 8)))
     with pytest.raises(RuntimeError):
         packed.by_loops(torch.ones(5, 8), torch.ones(3))
+    assert packed.by_loops(torch.zeros(40, 8), torch.ones(1))(torch.ones(1, 8)).tolist() == [[1.0] * 40]
 
 
 def test_who_multiplies_what(monkeypatch: pytest.MonkeyPatch) -> None:

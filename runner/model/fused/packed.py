@@ -61,7 +61,7 @@ def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
     """kvtier's loops, which compute in float32: other weights are packed as float32, and results rounded."""
     dtype = weight.dtype
     (n, k), panels = weight.shape, in_panels(weight.detach())
-    plus = None if bias is None else bias.detach().to(panels).contiguous().expand(n)
+    plus = None if bias is None else bias.detach().to(panels).expand(n).contiguous()
 
     def product(x: Tensor) -> Tensor:
         is_there = x.is_cpu and (x.data_ptr() or not x.numel())
