@@ -126,10 +126,11 @@ class Group:
     """Ranks that say what they have to say in their order, rank 0 first."""
 
     def __init__(self) -> None:
-        self.said: Any = None
+        self.rank = 0
+        self.said = b""
 
     def broadcast_object(self, obj: Any | None = None, src: int = 0) -> Any:
-        if obj is not None:
+        if self.rank == src:
             self.said = pickle.dumps(obj)
         return pickle.loads(self.said)
 
@@ -141,6 +142,7 @@ def be_rank(rank: int) -> None:
     """What this process says of itself from now on."""
     module = importlib.import_module(DISTRIBUTED)
     module.get_tensor_model_parallel_rank, module.get_tp_group = lambda: rank, lambda: GROUP
+    GROUP.rank = rank
 
 
 def check_call(name: str, *args: Any, **options: Any) -> None:

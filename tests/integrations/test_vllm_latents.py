@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from remote.fake_backend import Shared
 from integrations.fake_vllm import FakeEngine
 from integrations.fake_worker import PAGE, SPECS, kv_cache_config
 from integrations.served_once import TEXT, push_out, use
-from integrations.standin import GROUP, be_rank
+from integrations.standin import be_rank
 from integrations.test_vllm_connector import UNKIND, random_requests
 from integrations.test_vllm_remote import Made, made, serve  # noqa: F401
 from kvtier import ConfigError, HostPlan, MemoryUnavailable, UnsupportedModel
@@ -150,7 +149,6 @@ def test_a_rank_is_told_if_rank_0_has_no_memory(monkeypatch):
     with pytest.raises(MemoryUnavailable, match=r"all ranks share, but .* has 1,000 bytes.*lower host_memory"):
         shared_by_ranks(plan_of(2))
     be_rank(1)
-    GROUP.said = pickle.dumps(None)
     with pytest.raises(MemoryUnavailable, match="rank 0 could not make the host memory"):
         shared_by_ranks(plan_of(2))
 
