@@ -277,6 +277,15 @@ def test_no_rejected_trial_lies_between_weights(faster: None, monkeypatch: pytes
         assert behind.data_ptr() == gelu.data_ptr() + gelu.nbytes
 
 
+def test_a_trial_s_weights_do_not_lie_among_a_model_s() -> None:
+    """They stayed with it, 32 MiB."""
+    with room.side_by_side():
+        packed.in_panels(torch.randn(64, 20))
+        before = room.mark().data_ptr()
+        packed.fastest.__wrapped__()
+        assert room.mark().data_ptr() == before
+
+
 def test_memory_of_inference_mode_is_written_outside_of_it() -> None:
     with room.side_by_side():
         with torch.inference_mode():

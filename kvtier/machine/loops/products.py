@@ -38,6 +38,25 @@ def _size(left: Any) -> Any:
     return np.int64(1) if left == 1 else np.int64(2) if left == 2 else np.int64(4) if left <= 4 else _HALF
 
 
+@inlined
+def _turned(columns: Any, source: Any, rows: Any, k: Any) -> Any:
+    """``source`` [rows, k] to ``columns``: of each tile [k, its rows], the last one's filled up. How many tiles."""
+    a, x = floats(columns), floats(source)
+    whole = k - k % _LANES
+    tiles = row = np.int64(0)
+    while row < rows:
+        size = _size(rows - row)
+        real, at = min(size, rows - row), row * k
+        for j in range(0, whole, _LANES):
+            turn(columns + _BYTES * (at + j * size), source + _BYTES * (at + j), k, real, size)
+        for j in range(whole, k):
+            for i in range(size):
+                a[np.uint64(at + j * size + i)] = x[np.uint64(at + min(i, real - 1) * k + j)]
+        row += size
+        tiles += 1
+    return tiles
+
+
 @jit
 def multiplied(
     to: Any, source: Any, weight: Any, bias: Any, scratch: Any, sizes: Any, begin: Any, end: Any, past: Any
@@ -49,23 +68,11 @@ def multiplied(
     ``past``: the result goes past the caches; then n is a multiple of LANES, and ``to`` is aligned, too.
     """
     m, k, n = sizes
-    out, x, plus, sums = floats(to), floats(source), floats(bias), floats(scratch)
+    out, plus, sums = floats(to), floats(bias), floats(scratch)
     columns = scratch + _BYTES * np.int64(_SUMS)
-    a = floats(columns)
-    whole = k - k % _LANES
     for first in range(0, m, AT_ONCE):
         rows = min(m - first, np.int64(AT_ONCE))
-        tiles = row = np.int64(0)
-        while row < rows:  # rows become columns, tile by tile
-            size = _size(rows - row)
-            real, at, start = min(size, rows - row), row * k, (first + row) * k
-            for j in range(0, whole, _LANES):
-                turn(columns + _BYTES * (at + j * size), source + _BYTES * (start + j), k, real, size)
-            for j in range(whole, k):
-                for i in range(size):
-                    a[np.uint64(at + j * size + i)] = x[np.uint64(start + min(i, real - 1) * k + j)]
-            row += size
-            tiles += 1
+        tiles = _turned(columns, source + _BYTES * first * k, rows, k)
         step = _BYTES * _WIDTH // tiles
         for panel in range(begin, end):
             column = panel * _WIDTH

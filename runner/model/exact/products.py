@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from runner.model.fused.packed import Product, packed, unpacked
+from runner.model.fused.packed import Product, onednn_product, packed
 
 _STEP = 64
 """Elements; a multiple of what torch computes at once."""
@@ -80,7 +80,7 @@ class Weights:
             return x.new_zeros(*x.shape[:-1], weight.shape[0])
         weight = weight.detach()
         if weight.untyped_storage().data_ptr() not in self._own:  # it was computed, and is used once
-            return unpacked(x, weight.contiguous())
+            return onednn_product(x, weight.contiguous())
         key = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
         if key not in self._packed:
             self._packed[key] = packed(weight.contiguous())

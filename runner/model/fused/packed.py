@@ -106,10 +106,10 @@ def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
     """oneDNN's products. One row alone is summed in another order; as one of several it has the bits of a batch."""
     operations: Any = torch.ops.mkldnn
     layout = operations._reorder_linear_weight(weight.detach(), _PACKED_FOR)
-    return lambda x: unpacked(x, layout, bias, _least_rows(weight))
+    return lambda x: onednn_product(x, layout, bias, _least_rows(weight))
 
 
-def unpacked(x: Tensor, weight: Tensor, bias: Tensor | None = None, least: int = _LEAST_ROWS) -> Tensor:
+def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, least: int = _LEAST_ROWS) -> Tensor:
     """oneDNN's product with a weight [n, k] as it is, or packed. Fewer rows than ``least`` are the first of so many."""
     operations: Any = torch.ops.mkldnn
     rows = x.numel() // x.shape[-1]
@@ -129,9 +129,10 @@ def by_torch(weight: Tensor, bias: Tensor | None) -> Product:
 @cache
 def fastest() -> Way | None:
     """The way of float32 that takes the least time here, each of which is tried once; None if it is torch's own."""
-    ways = [by_torch, *[way for way in (by_loops, by_onednn) if _runs(way)]]
-    weights = [_random(_SIDE) for _ in range(max(count for _, count in _TRIED))]
-    products = [[way(weight, None) for weight in weights] for way in ways]
+    with room.side_by_side():  # not among a model's: these weights go with the trial
+        ways = [by_torch, *[way for way in (by_loops, by_onednn) if _runs(way)]]
+        weights = [_random(_SIDE) for _ in range(max(count for _, count in _TRIED))]
+        products = [[way(weight, None) for weight in weights] for way in ways]
     shares = [0.0] * len(ways)
     for rows, count in _TRIED:
         x = _random(rows)

@@ -45,7 +45,7 @@ MUTATIONS = (
         "",
         "an answer depends on whether others run beside it",
         "kernels/packed",
-        ("unpacked", "rows >= least", "rows >= 0"),
+        ("onednn_product", "rows >= least", "rows >= 0"),
     ),
     mutation(
         "the_last_row_of_a_product_s_tile_is_another_one_s",
@@ -53,9 +53,9 @@ MUTATIONS = (
         "a request gets the logits of the one beside it if their number is odd",
         "kernels/packed",
         (
-            "multiplied",
-            "turn(columns + _BYTES * (at + j * size), source + _BYTES * (start + j), k, real, size)",
-            "turn(columns + _BYTES * (at + j * size), source + _BYTES * (start + j), k, max(real - 1, 1), size)",
+            "products._turned",
+            "turn(columns + _BYTES * (at + j * size), source + _BYTES * (at + j), k, real, size)",
+            "turn(columns + _BYTES * (at + j * size), source + _BYTES * (at + j), k, max(real - 1, 1), size)",
         ),
     ),
     mutation(
