@@ -94,7 +94,7 @@ class InPlace:
             raise StepError(f"keys {_shape(key)} and values {_shape(value)} do not fit the pool")
         if not key.shape[0] == value.shape[0] == len(self._slots):
             raise StepError(f"got {key.shape[0]} keys, {value.shape[0]} values and {len(self._slots)} slots")
-        strides = np.array((*key.stride()[:2], *value.stride()[:2]))
+        strides = *key.stride()[:2], *value.stride()[:2]
         if not write_slots(pools.k, pools.v, key.data_ptr(), value.data_ptr(), self._slots, pools.sizes, strides):
             raise StepError("the step's slot mapping names a block that is not in the pool")
 
@@ -121,8 +121,8 @@ class InPlace:
             raise StepError(f"got {sinks.shape[0]} sinks for {heads} query heads")
         means = np.empty((len(pieces), heads, pools.dim_v), np.float32)
         state = np.empty((len(pieces), heads, 2), np.float32)
-        factors = np.array((scale, 0) if softcap is None else (scale / softcap, softcap), np.float32)
-        strides = np.array(query.stride()[:2])
+        factors = (float(scale), 0.0) if softcap is None else (scale / softcap, float(softcap))
+        strides = query.stride()[:2]
 
         def compute(begin: int, end: int) -> bool:
             room, at = np.empty(heads * (dim + TILE), np.float32), np.empty((2, TILE), np.int64)
@@ -151,7 +151,7 @@ def spread(compute: Callable[[int, int], bool], pieces: Ints, token_work: int) -
 
 def _rows(x: Tensor) -> Tensor:
     """``x`` [T, H, D] float32, its innermost elements one after the other."""
-    x = x.detach().float().resolve_neg()
+    x = x.float().resolve_neg()
     return x if x.stride(2) == 1 else x.contiguous()
 
 

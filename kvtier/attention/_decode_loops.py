@@ -110,7 +110,7 @@ def plan_pieces(pieces: Any, taken: Any, query_start: Any, seq_lens: Any, span: 
 def write_slots(k: Any, v: Any, key: Any, value: Any, slots: Any, sizes: Any, strides: Any) -> bool:
     """Writes each token's K and V into its slot; False, and nothing written, if a slot is not in the pool.
 
-    ``strides`` int64 [4]: of ``key``, per token and head; of ``value``.
+    ``strides``: of ``key``, per token and head; of ``value``.
     """
     k, v, key, value = floats(k), floats(v), floats(key), floats(value)
     bt, heads = sizes[_BT], sizes[_KV_HEADS]
@@ -308,19 +308,20 @@ def attend_pieces(
 ) -> bool:
     """Computes pieces [begin, end): ``means`` [pieces, heads, Dv] flat, ``state`` [pieces, heads, 2]: top score, sum.
 
-    ``strides`` int64 [2]: of ``query``, per row and head. ``factors`` float32 [2]: of the query, and the soft cap, 0
-    for none. ``room`` float32 [heads * (D + TILE)] and ``at`` int64 [2, TILE]: scratch. False if the table names a
-    block that is not in the pool, or does not reach.
+    ``strides``: of ``query``, per row and head. ``factors``: of the query, and the soft cap, 0 for none. ``room``
+    float32 [heads * (D + TILE)] and ``at`` int64 [2, TILE]: scratch. False if the table names a block that is not in
+    the pool, or does not reach.
     """
     query, k, v = floats(query), floats(k), floats(v)
     heads, dim, dim_v = state.shape[1], sizes[_DIM], sizes[_DIM_V]
+    factor, softcap = _F(factors[0]), _F(factors[1])
     q, scores = room[: heads * dim], room[heads * dim :]
     tile = max(4, min(TILE, _NEAR // (sizes[_KV_HEADS] * (dim + dim_v)) // 4 * 4))
     for piece in range(begin, end):
         for h in range(heads):
             source, to = _U(pieces[piece, ROW] * strides[0] + h * strides[1]), _U(h * dim)
             for i in range(_U(dim)):
-                q[to + i] = query[source + i] * factors[0]
+                q[to + i] = query[source + i] * factor
             state[piece, h, 0] = _LOWEST
             state[piece, h, 1] = _F(0.0)
         mean = piece * heads * dim_v
@@ -332,7 +333,7 @@ def attend_pieces(
                 return False
             _read(k, v, at, n, sizes)
             _score(scores, q, k, at, n, sizes)
-            _weigh(scores, means, mean, state, piece, n, factors[1], sizes)
+            _weigh(scores, means, mean, state, piece, n, softcap, sizes)
             _mix(means, mean, scores, v, at, n, sizes)
     return True
 

@@ -134,7 +134,8 @@ def attend(
     out: Tensor | None = None
     in_place = k_scale is None is v_scale and _decode.takes(k_cache, v_cache)
     if in_place and batch.in_place.queries:
-        out = batch.in_place.attend(query, k_cache, v_cache, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
+        out = batch.in_place.attend(query, k_cache, v_cache, scale=scale, softcap=softcap, sinks=sinks)
+        out = out if query.dtype is torch.float32 else out.to(query.dtype)
         if batch.in_place.queries == query.shape[0]:
             return out
     kernel = partial(attend_part, scale=scale, softcap=softcap)

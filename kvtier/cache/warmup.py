@@ -145,15 +145,15 @@ def _attention() -> None:
 
     one, none = np.ones(1, np.float32), np.empty(0, np.float32)
     at_one = one.ctypes.data
-    sizes, strides = np.ones(len(loops.Size), np.int64), np.ones(4, np.int64)
+    sizes = np.ones(len(loops.Size), np.int64)
     table, at, pieces = np.zeros((1, 1), np.int64), np.empty((2, loops.TILE), np.int64), np.empty((1, 4), np.int64)
-    loops.write_slots(at_one, at_one, at_one, at_one, np.zeros(1, np.int64), sizes, strides)
+    loops.write_slots(at_one, at_one, at_one, at_one, np.zeros(1, np.int64), sizes, (1, 1, 1, 1))
     taken, lens = np.empty(1, np.bool_), np.ones(1, np.int64)
     _, count = loops.plan_pieces(pieces, taken, np.arange(2), lens, 0, False)
     means, state = np.empty((1, 1, 1), np.float32), np.empty((1, 1, 2), np.float32)
     room = np.empty(1 + loops.TILE, np.float32)
     arrays = means.reshape(-1), state, at_one, at_one, at_one, table, pieces
-    loops.attend_pieces(*arrays, 0, count, sizes, strides[:2], np.ones(2, np.float32), room, at)
+    loops.attend_pieces(*arrays, 0, count, sizes, (1, 1), (1.0, 0.0), room, at)
     loops.merge_pieces(np.empty((1, 1, 1), np.float32), means, state, pieces, none)
     _exact_attention(sizes, table, none)
 

@@ -119,7 +119,8 @@ class Roster:
         self.waiting.remove(seq)
         place = self.num_before(seq)
         self.running.insert(place, seq)
-        self._rows, self._names = np.insert(self._rows, place, row), None
+        entered = np.array([row], self._rows.dtype)
+        self._rows, self._names = np.concatenate((self._rows[:place], entered, self._rows[place:])), None
         self._by_row[seq.row] = seq
         self._ids[seq.row] = seq.request.request_id
         self.numbers[seq.row] = seq.arrival + 1
@@ -131,7 +132,7 @@ class Roster:
         place = self.num_before(seq)
         assert self.running[place] is seq
         del self.running[place]
-        self._rows, self._names = np.delete(self._rows, place), None
+        self._rows, self._names = np.concatenate((self._rows[:place], self._rows[place + 1 :])), None
         self._by_row[row] = None
         self._free_rows.append(row)
         self._loading = [other for other in self._loading if other is not seq]

@@ -384,6 +384,8 @@ class HybridModel:
 
     def _ids(self, array: Any) -> Tensor:
         """A step's integer array as int64 on the device."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(np.array(array, np.int64))
         staged = words.staged(len(array), torch.long, self.device)
         staged.numpy()[:] = array
         return words.sent(staged, self.device)
