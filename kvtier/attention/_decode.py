@@ -121,7 +121,8 @@ class InPlace:
             raise StepError(f"got {sinks.shape[0]} sinks for {heads} query heads")
         means = np.empty((len(pieces), heads, pools.dim_v), np.float32)
         state = np.empty((len(pieces), heads, 2), np.float32)
-        factors = (float(scale), 0.0) if softcap is None else (scale / softcap, float(softcap))
+        cap = 0.0 if softcap is None else float(softcap)
+        factors = (float(scale) / cap if cap else float(scale), cap)
         strides = query.stride()[:2]
 
         def compute(begin: int, end: int) -> bool:

@@ -5,7 +5,9 @@ Promises   bookkeeping runs on no other thread, so that no signal and no cancell
            aborted if its stream has no holder any more. If the thread dies, the log has the error with its traceback at
            once, and once; then open requests end with ``EngineDead``. In a forked child every call raises
            ``CacheClosed``.
-Does not   keep the engine alive: dropping the last reference to this object ends the thread.
+Does not   keep the engine alive: dropping the last reference to this object ends the thread. On a CPU it keeps no notes
+           for gradients either: all runs in torch's inference mode. A tensor that a hook of a module keeps has to be
+           cloned before it is changed or differentiated.
 """
 
 from __future__ import annotations

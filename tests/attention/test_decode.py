@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -145,3 +148,14 @@ def test_shapes_that_are_not_the_pools_are_refused() -> None:
             attend(query, k, v, batch, scale=1.0, sinks=sinks)
     with pytest.raises(StepError):
         attend(case.query, k, v, replace(batch, block_table=case.table[:1]), scale=1.0)
+
+
+@pytest.mark.parametrize("as_given", [float, np.float32, np.float64, torch.tensor])
+def test_a_scale_may_be_any_number(as_given: Callable[[float], Any]) -> None:
+    """No loop is compiled for another kind (conftest)."""
+    case = Case(FullAttention(), [(1, 40), (1, 7)], layers=1)
+    case.check()
+    for softcap in (None, 4.0):
+        mine = None if softcap is None else as_given(softcap)
+        got = attend(case.query, case.k, case.v, case.batch, scale=as_given(0.25), softcap=mine)
+        assert torch.equal(got, attend(case.query, case.k, case.v, case.batch, scale=0.25, softcap=softcap))
