@@ -212,6 +212,8 @@ def test_each_end_that_is_an_error_has_a_status() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request_in_the_engine(running: Running, stream: bool) -> None:
+    engine = running.llm.engine
+    before = engine.generated_tokens
     with httpx.Client(base_url=running.url) as web:
         if stream:
             with web.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True, "n": 2}) as response:
@@ -220,4 +222,5 @@ def test_a_client_that_goes_away_ends_its_request_in_the_engine(running: Running
         else:
             with pytest.raises(httpx.ReadTimeout):
                 web.post("/v1/completions", json=ENDLESS, timeout=httpx.Timeout(PATIENCE_S, read=0.3))
-    # ``nothing_is_left`` waits for the engine to have nothing to do
+    wait_until(lambda: not any(running.llm.load().values()), "nothing is left")
+    assert engine.generated_tokens - before < ENDLESS["max_tokens"], "it ended because all was computed"
