@@ -92,9 +92,10 @@ coverage: export KVTIER_TESTS = all
 coverage: $(VENV)/.dev
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest -n 2 --cov --cov-report= --cov-fail-under=0 --timeout 900 -W ignore::RuntimeWarning \
 		--ignore tests/core/pools/test_arena_targets.py --ignore tests/core/test_micro_benchmark.py \
-		--ignore tests/core/test_calls.py \
-		tests/core tests/regressions tests/field tests/model/test_streams.py tests/attention/test_decode.py $(ARGS)
-	$(BIN)/python -m pytest -n 2 --cov --cov-append --cov-report= --cov-fail-under=0 tests/attention tests/families tests/kernels tests/remote $(ARGS)
+		--ignore tests/core/test_calls.py --ignore tests/core/test_warmup.py tests/core tests/regressions tests/field \
+		tests/model/test_streams.py tests/attention/test_decode.py tests/kernels/test_packed.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --cov --cov-append --cov-report= --cov-fail-under=0 tests/attention tests/families tests/kernels \
+		tests/remote tests/integrations tests/core/test_warmup.py $(ARGS)
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m coverage json -q -o .coverage.json
 	$(BIN)/python -c 'import json; t = json.load(open(".coverage.json"))["totals"]; \

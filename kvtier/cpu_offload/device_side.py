@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.machine.loops.jit import records
 from kvtier.pools.block_pool import Fences, Ids
 from kvtier.pools.pool_state import BLOCK, Col, fence_of
 
@@ -46,7 +47,7 @@ class _Fences:
     def __init__(self, num_blocks: npt.NDArray[np.int64], shares_with: npt.NDArray[np.int64]) -> None:
         self.meta = np.zeros((len(num_blocks), len(Col)), np.int64)
         self.meta[:, Col.BASE] = (np.cumsum(num_blocks) - num_blocks)[shares_with]
-        self.blocks: npt.NDArray[np.void] = np.zeros(int(num_blocks.sum()), BLOCK)
+        self.blocks = records(np.zeros(int(num_blocks.sum()), BLOCK))
 
 
 class OutsideDevice:
