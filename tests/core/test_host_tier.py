@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
+import os
 import random
 import runpy
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -402,9 +405,20 @@ def test_the_example_runs_and_finds_its_conversations(capsys):
     assert said[-1].endswith("180 loaded, 180 verified")
 
 
+SHORT_EXAMPLE = Path(__file__).parents[2] / "examples" / "host_tier.py"
+CAME_BACK = "64 tokens came back, in 6 blocks of two groups, each checked\n"
+
+
 def test_the_short_example_loads_what_it_has_stored(capsys):
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "host_tier.py"), run_name="__main__")
-    assert capsys.readouterr().out == "64 tokens came back, in 6 blocks of two groups, each checked\n"
+    runpy.run_path(str(SHORT_EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().out == CAME_BACK
+
+
+def test_its_loops_may_run_as_python():
+    """As they do where coverage is measured, or under a debugger."""
+    command, environment = [sys.executable, "-W", "ignore::RuntimeWarning", SHORT_EXAMPLE], {"NUMBA_DISABLE_JIT": "1"}
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert (run.stdout, run.stderr, run.returncode) == (CAME_BACK, "", 0)
 
 
 def test_a_block_that_found_no_room_is_stored_when_its_text_ends():
