@@ -25,6 +25,7 @@ from runner.model.fused import linears, packed, room, table
 CPU = torch.device("cpu")
 WAYS = packed.by_loops, packed.by_onednn
 ROUNDING = 1e-6
+compiled = pytest.mark.skipif(not packed.compiles, reason="loops that run as Python multiply for nobody")
 GUARD = 64
 """Numbers before and behind a result that nobody may write."""
 
@@ -163,6 +164,7 @@ def test_what_would_be_read_wrong_is_refused() -> None:
     assert packed.by_loops(torch.zeros(40, 8), torch.ones(1))(torch.ones(1, 8)).tolist() == [[1.0] * 40]
 
 
+@compiled
 def test_who_multiplies_what(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, own, float32, bfloat16 in (
         (None, True, packed.by_loops, packed.by_onednn),
@@ -188,6 +190,7 @@ def test_bfloat16_by_loops_is_rounded_once(inner: int) -> None:
         product(x.float())
 
 
+@compiled
 def test_a_way_whose_rows_depend_on_others_is_not_taken_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_tiles(weight: torch.Tensor, bias: Any) -> Any:
         return lambda x: F.linear(x, weight) * (1.01 if len(x) % 16 else 1)
@@ -304,6 +307,7 @@ def test_the_trial_runs_whatever_tensors_are_by_default(around: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@compiled
 def test_a_torch_without_onednn_has_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "by_onednn", lambda *of: torch.ops.mkldnn._no_such_operation(*of))
     monkeypatch.setattr(packed, "_least_s", lambda works: [1.0, 0.5][: len(works)] + [0.1] * (len(works) - 2))
