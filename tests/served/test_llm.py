@@ -62,6 +62,10 @@ def test_an_audit_runs_on_the_engines_thread_between_two_steps(llm: LLM, monkeyp
     assert seen == [("kvtier-engine", None)]
 
 
+def test_on_a_cpu_the_engines_thread_keeps_no_notes_for_gradients(llm: LLM) -> None:
+    assert llm.thread.call(torch.is_inference_mode_enabled).result()
+
+
 def test_a_step_on_a_cpu_has_2048_tokens_unless_it_is_told_otherwise() -> None:
     model, told = HybridModel.load(weights_path(), "cpu"), {"max_batched_tokens": 64}
     for given, options, tokens in (model, {}, 2048), (weights_path(), {}, 2048), (model, told, 64):
