@@ -287,6 +287,7 @@ class Service:
             "attention": self.model.attention_stats(),
             "fused": dict(self.model.fused),
             "graphs": None if self.graphs is None else self.graphs.stats(),
+            "recorded": None if self.model.recorded is None else self.model.recorded.stats(),
             "cache": self.cache.stats().to_dict(),
             "engine": {
                 "computed_tokens": self.engine.computed_tokens,

@@ -23,6 +23,7 @@ from kvtier.geometry.spec import CacheSpec
 from kvtier.machine.errors import UnsupportedModel
 from runner.model.compressed import OneRequest
 from runner.model.latents import Absorbed
+from runner.model.recorded import visible
 from runner.model.state_steps import StatesOfDecode, StatesOfStep
 
 NAME = "kvtier"
@@ -46,12 +47,12 @@ class StepContext:
     """The attention function's inputs for one step; made by the model for each forward.
 
     ``batches``: the backend's PagedBatch per group name. ``positions``: int64 [T], on the device. ``latents``: by
-    layer, how what an MLA layer keeps is expanded. ``owned``: per model layer, whether it writes KV. ``served``: the
-    layers that have attended so far, in call order. ``scales``: by place, the backend's ``k_scale`` and ``v_scale`` of
-    float8 layers with scales. ``proven``: the layers whose own mask, as the family builds it, is known to be their
-    group's. ``states``: by group of states, what the step does with them; ``mixed``: layers that have used theirs.
-    ``starts``: the first token of each request in the step, and the step's end; ``before``: tokens of its text before
-    the step.
+    layer, how what an MLA layer keeps is expanded. ``places``: per model layer, its group and its place in it.
+    ``owned``: whether it writes KV. ``served``: the layers that have attended so far, in call order. ``scales``: by
+    place, the backend's ``k_scale`` and ``v_scale`` of float8 layers with scales. ``proven``: the layers whose own
+    mask, as the family builds it, is known to be their group's. ``states``: by group of states, what the step does with
+    them; ``mixed``: layers that have used theirs. ``starts``: the first token of each request in the step, and the
+    step's end; ``before``: tokens of its text before the step.
     """
 
     spec: CacheSpec
@@ -61,6 +62,7 @@ class StepContext:
     positions: Tensor
     temperatures: Mapping[int, Temperature]
     latents: Mapping[int, Absorbed]
+    places: Sequence[Any]
     owned: tuple[bool, ...]
     scales: Mapping[tuple[str, int], Mapping[str, Tensor]] = field(default_factory=dict)
     proven: frozenset[int] = frozenset()
@@ -82,7 +84,7 @@ class StepContext:
 
     def check_complete(self) -> None:
         """Raises ``UnsupportedModel`` unless every layer with K and V has attended through us, once."""
-        missing = sorted({i for i, place in enumerate(self.spec.places("kv")) if place is not None} - set(self.served))
+        missing = sorted({i for i, place in enumerate(self.places) if place is not None} - set(self.served))
         if missing:
             raise UnsupportedModel(
                 f"layers {missing} never called transformers' AttentionInterface, so their attention would run without "
@@ -142,31 +144,43 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None or not 0 <= layer < len(kvtier.spec.layers):
         _refuse(module, f"its layer_idx is {layer!r}, but the config has {len(kvtier.spec.layers)} layers")
-    place = kvtier.spec.places("kv")[layer]
+    place = kvtier.places[layer]
     if place is None:
         _refuse(module, "it attends, but the config was read as a layer without keys and values")
-    name, index = place
-    k_cache, v_cache = kvtier.cache.kv(name, index)
-    _check_call(module, kvtier, query, key, value, k_cache, v_cache)
-    _check_mask(module, kvtier, name, attention_mask, sliding_window)
-    batch = kvtier.batches[name]
-    scales = kvtier.scales.get((name, index), {})
-    if kvtier.owned[layer]:
-        kvtier.backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch, **scales)
+    _check_call(module, kvtier, query, key, value, *kvtier.cache.kv(*place))
+    _check_mask(module, kvtier, place[0], attention_mask, sliding_window)
+    if layer in kvtier.latents and (softcap is not None or s_aux is not None):
+        _refuse(module, "its attention to latents has sinks or a soft cap")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = kvtier.tempered(query[0].transpose(0, 1), layer)
+    kvtier.served.append(layer)
+    return attend(kvtier, layer, query, key, value, scale, softcap, s_aux), None
+
+
+@visible
+def attend(
+    step: StepContext,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Writes a layer's K and V, and attends; shapes as in ``attention``, which has checked the call."""
+    place = step.places[layer]
+    k_cache, v_cache = step.cache.kv(*place)
+    batch, backend, scales = step.batches[place[0]], step.backend, step.scales.get(place, {})
+    if step.owned[layer]:
+        backend.write_kv(k_cache, v_cache, key[0].transpose(0, 1), value[0].transpose(0, 1), batch, **scales)
+    queries = step.tempered(query[0].transpose(0, 1), layer)
     out: Tensor
-    if absorbed := kvtier.latents.get(layer):
-        if softcap is not None or s_aux is not None:
-            _refuse(module, "its attention to latents has sinks or a soft cap")
-        mixed = kvtier.backend.attend_latent(absorbed.query(queries), k_cache, v_cache, batch, scale=scale, **scales)
+    if absorbed := step.latents.get(layer):
+        mixed = backend.attend_latent(absorbed.query(queries), k_cache, v_cache, batch, scale=scale, **scales)
         out = absorbed.output(mixed)
     else:
-        out = kvtier.backend.attend(
-            queries, k_cache, v_cache, batch, scale=scale, softcap=softcap, sinks=s_aux, **scales
-        )
-    kvtier.served.append(layer)
-    return out.unsqueeze(0), None
+        out = backend.attend(queries, k_cache, v_cache, batch, scale=scale, softcap=softcap, sinks=sinks, **scales)
+    return out.unsqueeze(0)
 
 
 def _check_call(

@@ -39,6 +39,7 @@ from runner.model.device import ask_for_large_pages, model_device
 from runner.model.fused.table import fuse
 from runner.model.latents import give_back, take_latents
 from runner.model.pooled.table import take
+from runner.model.recorded import RecordedSteps
 from runner.model.state_steps import StatesOfDecode, StatesOfStep
 from runner.model.states import Mixers, turned, with_inputs
 
@@ -137,6 +138,9 @@ class HybridModel:
         """Whether no bit of an answer depends on hits, chunks or neighbours."""
         if backend is None or exact:
             self._make_backend(batch_invariant)
+        recurs = self.mixers.layers or self.compressed.layers
+        self.recorded = RecordedSteps(model) if self.device.type == "cpu" and not recurs else None
+        """Its decode steps on a CPU. What recurs must not run twice on one step, as they may."""
         self.pooled = self._take_kernels()
         """Why its recurrent layers run by the family's code; "" if they run by FlashInfer's kernels (pooled/)."""
 
@@ -244,7 +248,11 @@ class HybridModel:
             context.starts = np.asarray(step.query_start).tolist()
             context.before = (np.asarray(step.seq_lens) - np.diff(step.query_start)).tolist()
         rows = np.concatenate([last, also]).astype(np.int64) if len(also) else last
-        logits = self.run(self._ids(step.token_ids), context, self._ids(rows))
+        inputs = self._ids(step.token_ids), context, self._ids(rows)
+        if self.recorded is None or not len(last) == len(rows) == step.num_tokens:
+            logits = self.run(*inputs)
+        else:
+            logits = self.recorded.forward(self.run, *inputs)
         self.unsound = sorted(set().union(*(found.unsound for found in states.values())))
         return logits
 
@@ -264,6 +272,7 @@ class HybridModel:
             positions=positions,
             temperatures=self.temperatures,
             latents=self.latents,
+            places=cache.spec.places("kv"),
             owned=owners(cache.spec),
             scales=scales_of(cache.spec, self.device),
             proven=self.proven,
@@ -276,6 +285,7 @@ class HybridModel:
         ``out``: the tensor for them.
         """
         self.mixers.step = self.compressed.step = context
+        context.served.clear()
         try:
             output = self.model(
                 input_ids=token_ids[None],

@@ -17,6 +17,7 @@ from kvtier.machine.loops.rows import gated
 from runner.model.fused import linears
 from runner.model.fused.distance import relative
 from runner.model.fused.packed import packed
+from runner.model.recorded import visible
 
 _PARTS = "gate_proj", "up_proj", "down_proj"
 _TOLERANCE = 1e-5
@@ -61,6 +62,7 @@ class Gated:
         self._both, self._size, self._module = packed(weight), module.gate_proj.out_features, module
         self._factors = np.float32(linear), np.float32(cubic)
 
+    @visible
     def __call__(self, x: Tensor) -> Tensor:
         both = self._both(x)
         out = both.new_empty(*both.shape[:-1], self._size)

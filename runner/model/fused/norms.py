@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import normed
 from runner.model.fused.distance import relative
+from runner.model.recorded import visible
 
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """The most that the RMS of a difference may be, relative; 1e-6 for others. Of half types on a CPU no bit may differ."""
@@ -66,6 +67,7 @@ def _loop(module: Any, factor: Tensor) -> Callable[..., Tensor]:
     """A forward by the compiled loop; what it cannot take gets the module's own."""
     factor, size, epsilon = factor.contiguous(), factor.shape[0], np.float32(_epsilon(module))
 
+    @visible
     def forward(hidden_states: Tensor) -> Tensor:
         x = hidden_states
         if x.dtype is torch.float32 and x.is_cpu and x.shape[-1] == size and not x.is_neg():

@@ -20,6 +20,7 @@ from kvtier.machine.loops.jit import compiles
 from kvtier.machine.loops.products import multiplied, scratch_numbers
 from kvtier.machine.loops.vectors import LANES, WIDTH
 from runner.model.fused import room
+from runner.model.recorded import visible
 
 Product = Callable[[Tensor], Tensor]
 """x [..., k] to [..., n], without gradients."""
@@ -63,6 +64,7 @@ def by_loops(weight: Tensor, bias: Tensor | None) -> Product:
     (n, k), panels = weight.shape, in_panels(weight.detach())
     plus = None if bias is None else bias.detach().to(panels).expand(n).contiguous()
 
+    @visible
     def product(x: Tensor) -> Tensor:
         is_there = x.is_cpu and (x.data_ptr() or not x.numel())
         if x.dtype is not dtype or x.shape[-1] != k or not is_there:
@@ -106,7 +108,7 @@ def by_onednn(weight: Tensor, bias: Tensor | None) -> Product:
     """oneDNN's products. One row alone is summed in another order; as one of several it has the bits of a batch."""
     operations: Any = torch.ops.mkldnn
     layout = operations._reorder_linear_weight(weight.detach(), _PACKED_FOR)
-    return lambda x: onednn_product(x, layout, bias, _least_rows(weight))
+    return visible(lambda x: onednn_product(x, layout, bias, _least_rows(weight)))
 
 
 def onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, least: int = _LEAST_ROWS) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvtier.attention.workers import over_rows
 from kvtier.machine.loops.rows import turned
 from runner.model.fused.distance import relative
+from runner.model.recorded import visible
 
 NAME = "apply_rotary_pos_emb"
 _ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -77,7 +78,7 @@ def turning(own: Callable[..., Any], *, by_loop: bool = False) -> Callable[..., 
 
         return triton_rope.launch(q, k, cos, sin)
 
-    return turn
+    return visible(turn)
 
 
 def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
