@@ -20,7 +20,7 @@ from runner.sampling.grammars.matching import Grammar
 from runner.sampling.params import SamplingParams
 
 BAR_S = 0.02
-"""Seconds after which the bar moves even if no answer has."""
+"""Seconds after which the bar moves, and answers get their new tokens, even if none has ended."""
 
 
 class LLM(Service):
@@ -87,7 +87,7 @@ class LLM(Service):
         params = self._params_for(rows, sampling_params)
         given = [self.inputs.read(prompt) for prompt in rows]
         checked = [(g, *self._requests(g, p, self._grammar(p))) for g, p in zip(given, params, strict=True)]
-        mail = ThreadMail()
+        mail = ThreadMail(at_once=any(p.stop for p in params))  # a stop string ends an answer when it is seen
         calls: list[Answers] = []
         try:
             for row in checked:

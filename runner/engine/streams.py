@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -128,9 +128,12 @@ class Mail(Protocol):
 class ThreadMail(Post):
     """Mail for a thread that waits for many streams: ``get`` gives one after another. Safe for signal handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = True) -> None:
+        """``at_once``: tokens end a wait as an end of a stream does; else they wait to be found, and cost no wake."""
         super().__init__()
-        self._letters: SimpleQueue[Letter] = SimpleQueue()
+        self._at_once = at_once
+        self._letters: deque[Letter] = deque()
+        self._wakes: SimpleQueue[None] = SimpleQueue()
         self._unread: OrderedDict[TokenStream, None] = OrderedDict()
 
     @property
@@ -140,7 +143,9 @@ class ThreadMail(Post):
 
     def send(self, letter: Letter) -> None:
         """Keeps the letter for ``get``."""
-        self._letters.put(letter)
+        self._letters.append(letter)
+        if self._at_once or letter.ends or letter.lost:
+            self._wakes.put(None)
 
     def tell(self, stream: TokenStream) -> None:
         """``get`` will give it."""
@@ -150,9 +155,11 @@ class ThreadMail(Post):
         """The next stream with something new; waits for it, at most ``timeout_s`` seconds."""
         if not self._unread:
             with suppress(Empty):
-                self._letters.get(timeout=timeout_s).open()
+                self._wakes.get(timeout=timeout_s)
                 while True:
-                    self._letters.get_nowait().open()
+                    self._wakes.get_nowait()
+            while self._letters:
+                self._letters.popleft().open()
         return self._unread.popitem(last=False)[0] if self._unread else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,11 @@ from kvtier.cache.kv_events.publisher import KVEventPublisher
 from kvtier.testing import canary_spec
 from runner import SamplingParams
 from runner.engine.loop import Engine
-from runner.engine.readers import Readers
+from runner.engine.readers import Letters, Readers
 from runner.engine.shares import Shares
 from runner.engine.streams import Courier, LoopMail, ThreadMail, TokenStream
 from runner.engine.thread import EngineThread
+from runner.errors import EngineDead
 from runner.sampling.state import SamplingState
 
 GROUPS = {"full": (FullAttention(), 16), "win": (SlidingWindow(1024), 16)}
@@ -139,6 +141,21 @@ def test_who_comes_and_who_goes_costs_no_call_for_each_of_the_others(monkeypatch
     few, many = (steps_with_posts(rows, 1, come_and_go=True, temperature=0) for rows in (16, ROWS))
     for one, other in zip(few, many, strict=True):
         assert one and other.total() <= one.total() + 20, (other - one).most_common(20)
+
+
+def test_a_thread_that_waits_for_the_end_is_not_woken_by_tokens() -> None:
+    for at_once in (True, False):
+        mail = ThreadMail(at_once)
+        stream, readers = TokenStream(mail), Readers(1)
+        readers.enter(0, stream)
+        for token in (3, 4):
+            readers.letters(np.zeros(1, np.int32), np.array([token]), None).send()
+        assert mail._wakes.qsize() == (2 if at_once else 0)
+        assert mail.get(0.0) is stream and stream.tokens == [3, 4], "they are found all the same"
+        letters = Letters()
+        letters.to(mail).lost.append((weakref.ref(stream), "r", EngineDead("it has ended")))
+        letters.send()
+        assert mail._wakes.qsize() == 1 and mail.get(0.0) is stream and stream.end is not None
 
 
 def test_a_letter_brings_each_stream_its_own_tokens_in_order() -> None:

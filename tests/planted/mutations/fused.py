@@ -111,4 +111,25 @@ MUTATIONS = (
         "kernels/mxfp4",
         ("_product", "ss += INNER // 32 * columns", "ss += 0"),
     ),
+    mutation(
+        "a_recorded_step_is_not_compared",
+        "I24",
+        "a recording that lacks something serves the model",
+        "served/recorded",
+        ("RecordedSteps.forward", "not _same_bits(found, expected)", "found is None"),
+    ),
+    mutation(
+        "what_a_module_keeps_is_a_weight",
+        "I24",
+        "each step computes with a tensor of the step that was recorded",
+        "served/recorded",
+        ("Recorder._written", "id(value) not in self._weights", "value is None"),
+    ),
+    mutation(
+        "hooks_of_modules_are_forgotten",
+        "",
+        "who looks into a module sees nothing from the eighth step on",
+        "served/recorded",
+        ("RecordedSteps.forward", "self.reason or any(self._hooks)", "self.reason"),
+    ),
 )
