@@ -8,6 +8,7 @@ Does not   compute (``_decode_loops`` does), or know requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +48,17 @@ class Pools:
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         self.tensors = k_cache, v_cache
         self.k, self.v = k_cache.data_ptr(), v_cache.data_ptr()
-        (self.blocks, block_tokens, self.kv_heads, self.dim), self.dim_v = k_cache.shape, v_cache.shape[3]
-        if v_cache.shape[:3] != k_cache.shape[:3]:
-            raise StepError(f"K {_shape(k_cache)} and V {_shape(v_cache)} are no pools of the same blocks")
-        sizes = self.blocks, block_tokens, self.kv_heads, self.dim, self.dim_v
-        self.sizes = np.array((*sizes, *k_cache.stride()[:3], *v_cache.stride()[:3]))
+        k, v = k_cache.shape, v_cache.shape
+        self.sizes = _sizes(k, v, k_cache.stride(), v_cache.stride())
+        self.kv_heads, self.dim, self.dim_v = k[2], k[3], v[3]
+
+
+@lru_cache(maxsize=64)
+def _sizes(k: torch.Size, v: torch.Size, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Ints:
+    """``Size`` of pools of these shapes and strides."""
+    if v[:3] != k[:3]:
+        raise StepError(f"K {_sized(k)} and V {_sized(v)} are no pools of the same blocks")
+    return np.array((*k, v[3], *k_strides[:3], *v_strides[:3]))
 
 
 class InPlace:
@@ -158,4 +165,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _shape(x: Tensor) -> str:
-    return " x ".join(map(str, x.shape))
+    return _sized(x.shape)
+
+
+def _sized(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

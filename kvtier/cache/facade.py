@@ -29,7 +29,7 @@ from kvtier.geometry import capacity
 from kvtier.geometry.keys import KeyChain
 from kvtier.geometry.kinds import Kind
 from kvtier.geometry.options import refuse
-from kvtier.geometry.spec import CacheSpec
+from kvtier.geometry.spec import CacheSpec, GroupSpec
 from kvtier.machine.device import check_device_memory
 from kvtier.machine.errors import ConfigError
 from kvtier.machine.integers import integer, shown
@@ -112,7 +112,7 @@ class KVCache:
                 self._open_books(engine, settings.deadline_s, chain, store)
                 if remote_uri is not None and key_secret is not None:
                     self._open_backend(remote_uri, chain, key_secret, settings.deadline_s)
-            self._views = [self._arena.views(g) for g in range(len(spec.groups))] if self.device != "meta" else []
+            self._views = self._views_of_layers() if self.device != "meta" else {}
         except BaseException:
             self._guard.give_up()
             raise
@@ -179,7 +179,7 @@ class KVCache:
         mapping, read through block tables; block 0 is the null block and is never written. V has a head_dim of 0 in a
         group that keeps K alone. If tokens share entries, dim 1 has ``block_entries``, written by ``entries()``.
         """
-        k, v = self._view(group, layer, "state", "keeps states: ask state(group, layer)")
+        k, v = self._view("kv", group, layer, "keeps states: ask state(group, layer)")
         return k, v
 
     def state(self, group: str, layer: int) -> tuple[torch.Tensor, ...]:
@@ -189,19 +189,28 @@ class KVCache:
         ``Step.group(name).states()`` says which block to read and which to write: never block 0; the last takes what
         rows that pad a step leave.
         """
-        return self._view(group, layer, "kv", "keeps keys and values: ask kv(group, layer)")
+        return self._view("state", group, layer, "keeps keys and values: ask kv(group, layer)")
 
-    def _view(self, group: str, layer: int, other: str, instead: str) -> tuple[torch.Tensor, ...]:
+    def _view(self, role: str, group: str, layer: int, instead: str) -> tuple[torch.Tensor, ...]:
         self.check_open()
+        at = layer if type(layer) is int else integer(layer)
+        views = self._views.get((role, group, at)) if type(group) is str else None
+        if views is not None:
+            return views
         g = self.spec.index(group)
-        at = integer(layer)
-        if ("state" if self.spec.groups[g].attention.kind is Kind.STATE else "kv") == other:
+        if _role(self.spec.groups[g]) != role:
             raise ConfigError(f"group {group!r} {instead}")
         if at is None or not 0 <= at < self.spec.groups[g].num_layers:
             raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {shown(layer)}")
-        if not self._views:
-            return self._arena.views(g)[at]
-        return self._views[g][at]
+        return self._arena.views(g)[at]
+
+    def _views_of_layers(self) -> dict[tuple[str, str, int | None], tuple[torch.Tensor, ...]]:
+        """By role, group and layer."""
+        return {
+            (_role(group), group.name, layer): views
+            for g, group in enumerate(self.spec.groups)
+            for layer, views in enumerate(self._arena.views(g))
+        }
 
     # --- looking in -------------------------------------------------------------------------------
 
@@ -357,7 +366,7 @@ class KVCache:
         self.core.is_closed = True
         self._connector.wake()  # ends a sleep in ``wait``
         if self._guard.close():
-            self._views = []
+            self._views = {}
 
     def __enter__(self) -> KVCache:
         self.check_open()
@@ -365,3 +374,8 @@ class KVCache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _role(group: GroupSpec) -> str:
+    """What its layers keep."""
+    return "state" if group.attention.kind is Kind.STATE else "kv"

@@ -221,8 +221,9 @@ class Engine:
         unsound = self.model.unsound
         if unsound:  # no token is chosen for them, either
             logits[torch.from_numpy(np.flatnonzero(np.isin(samples, unsound)))] = torch.nan
-        made = _Made(prompt_logprobs=of_prompts, unsound=unsound)
-        if len(samples):
+        if not len(samples):
+            made = _Made(prompt_logprobs=of_prompts, unsound=unsound)
+        else:
             rows = step.rows[samples]
             drawn = (step.seq_lens[samples] - self._prompt_tokens[rows]).astype(np.uint64)
             chosen = self._sampler.choose(logits[: len(samples)], rows, drawn)

@@ -253,7 +253,7 @@ class HybridModel:
             logits = self.run(*inputs)
         else:
             logits = self.recorded.forward(self.run, *inputs)
-        self.unsound = sorted(set().union(*(found.unsound for found in states.values())))
+        self.unsound = sorted(set().union(*(found.unsound for found in states.values()))) if states else ()
         return logits
 
     def context(

@@ -31,6 +31,8 @@ model), so a size that ends right then has cost at most twice what was to be had
 _SHAPES = "size", "dim", "stride", "numel", "nelement", "element_size", "storage_offset", "__len__"
 _KINDS = "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_inference"
 """Questions whose answers do not depend on a tensor's values, as no answer of a property does."""
+_CASTS = "to", "float", "contiguous", "type_as"
+"""Calls that may have nothing to do, and then give back what they were given."""
 _LITERALS = frozenset((int, bool, str, type(None), type(...)))
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,6 +70,8 @@ class Recorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = func.__name__
         if name in ("__get__", *_SHAPES, *_KINDS) and not isinstance(out, Tensor):
+            return out
+        if name in _CASTS and out is args[0]:
             return out
         given = [self._written(arg) for arg in args] + [f"{key}={self._written(arg)}" for key, arg in kwargs.items()]
         call = f"{self._constant(func)}({', '.join(given)})"
