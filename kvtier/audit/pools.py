@@ -109,10 +109,11 @@ def audit_structure(tier: Tier) -> Iterator[Violation]:
             if pool[c] != number:
                 yield Violation("I22", f"{tier.where(g)}: {Col(c).name} is {pool[c]}, its layout says {number}")
     rows = [expected[1] for expected in form.laid_out]
-    ring = a.meta[:, Col.RING_SIZE].tolist()
+    ring, log = a.meta[:, Col.RING_SIZE].tolist(), (a.meta[:, Col.LOG_MASK] + 1).tolist()
+    entries = len(a.ring) - sum(log)
     for base, sizes, room in (
         (Col.INDEX_BASE, (a.meta[:, Col.INDEX_MASK] + 1).tolist(), len(a.slots)),
-        (Col.RING_BASE, ring, len(a.ring) - len(a.ring) // (STAMPED + 1)),
+        (Col.RING_BASE, ring, entries - entries // (STAMPED + 1)),
     ):
         enough = all(n >= least and n & (n - 1) == 0 for n, least in zip(sizes, rows, strict=True))
         begins = [sum(sizes[:g]) for g in range(len(sizes))]
@@ -120,6 +121,8 @@ def audit_structure(tier: Tier) -> Iterator[Violation]:
             yield Violation("I22", f"{tier.name}: {base.name} and sizes do not divide up the {room:,} entries")
     if any(pool[Col.STAMPS] != sum(ring) + pool[Col.RING_BASE] // STAMPED for pool in a.meta.tolist()):
         yield Violation("I22", f"{tier.name}: stamps of the ring are not behind its entries")
+    if a.meta[:, Col.LOG_BASE].tolist() != [entries + sum(log[:g]) for g in range(len(log))]:
+        yield Violation("I22", f"{tier.name}: logs of changes are not behind the ring's stamps")
     if len(a.blocks) != sum(rows) or len(a.empties) != len(a.blocks) or len(a.slabs) != layout.num_slabs:
         yield Violation("I22", f"{tier.name}: arrays are of other sizes than the layout's")
 

@@ -55,13 +55,21 @@ class _Seen:
         self._arrays = pools.arrays
         self._ready = np.zeros(len(pools.arrays.blocks), bool)
         self._keys = np.zeros((len(self._ready), 2), np.uint64)
+        self._since = [-1] * len(groups)
+        """By group, the number of changes then."""
 
     def poll(self) -> Iterator[KVEvent]:
+        meta, blocks, ring = self._arrays.meta, self._arrays.blocks, self._arrays.ring
         for g, group in enumerate(self._groups):
-            first, count = self._arrays.meta[g, [Col.BASE, Col.ROWS]].tolist()
-            mine = slice(first, first + count)
-            gone, come = np.empty((2, count, 2), np.uint64)
-            numbers = changed_keys(self._arrays.blocks[mine], self._ready[mine], self._keys[mine], gone, come)
+            since, now = self._since[g], int(meta[g, Col.CHANGES])
+            if since == now:
+                continue
+            most = int(meta[g, Col.ROWS])
+            if since >= 0 and now - since <= meta[g, Col.LOG_MASK] + 1:
+                most = min(most, now - since)
+            gone, come = np.empty((2, most, 2), np.uint64)
+            numbers = changed_keys(meta, blocks, ring, g, since, self._ready, self._keys, gone, come)
+            self._since[g] = now
             gone, come = gone[: numbers[0]].copy(), come[: numbers[1]].copy()
             if _may_have_common(gone, come):
                 gone, come = gone[~_among(gone, come)], come[~_among(come, gone)]
@@ -94,8 +102,8 @@ class KVEvents:
     def poll(self) -> list[KVEvent]:
         """What has changed: two events a group and tier at most, removed keys and added keys.
 
-        Call it from the scheduling thread, between two of its calls. Costs some nanoseconds for every block of both
-        tiers.
+        Call it from the scheduling thread, between two of its calls. It costs some ten nanoseconds for every block that
+        has changed, at most some for every block of both tiers.
         """
         self._cache.check_open()
         return [event for seen in self._seen for event in seen.poll()]

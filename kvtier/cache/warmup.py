@@ -249,8 +249,8 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
         for _ in range(4):
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))
         pools = cache.core.coordinator.pools
-        blocks = pools.arrays.blocks
+        meta, blocks, _, ring, *_ = pools.arrays
         n = len(blocks)
-        changed_keys(blocks, np.zeros(n, bool), *np.zeros((3, n, 2), np.uint64))
+        changed_keys(meta, blocks, ring, 0, -1, np.zeros(n, bool), *np.zeros((3, n, 2), np.uint64))
         pools.is_enough(np.zeros(len(spec.names), np.int64))  # asked if stores are in the way
         cache.reset()

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.machine.loops.jit import inlined, jit
 from kvtier.pools.cached_ring import ring_at
-from kvtier.pools.key_index import find, prefetch_slot, publish
+from kvtier.pools.key_index import find, log_change, prefetch_slot, publish
 from kvtier.pools.pool_loops import (
     AHEAD,
     acquire,
@@ -139,6 +139,7 @@ def ready_batch(meta: Any, blocks: Any, slots: Any, ring: Any, empties: Any, sla
         if block.mark == _PENDING:
             unstick(p, groups[k], ids[k])
         block.mark = _READY
+        log_change(p, groups[k], ids[k])
 
 
 @jit

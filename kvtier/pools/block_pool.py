@@ -19,6 +19,7 @@ from kvtier.machine.loops import aligned
 from kvtier.machine.loops.jit import records
 from kvtier.pools import batches, exchange, slab_loops
 from kvtier.pools.cached_ring import STAMPED
+from kvtier.pools.changes import room_for_changes
 from kvtier.pools.pool_state import BLOCK, Col, Ids, Mark, Place, PoolArrays, SlabCol, Words, fence_of
 
 __all__ = ["BlockPools", "Col", "Ids", "Mark", "Place", "PoolArrays", "SlabCol", "Words", "fence_of"]
@@ -54,6 +55,9 @@ class BlockPools:
         meta[:, Col.RING_BASE] = np.cumsum(ring) - ring
         meta[:, Col.RING_SIZE] = ring
         meta[:, Col.STAMPS] = ring.sum() + meta[:, Col.RING_BASE] // STAMPED
+        log = np.array([room_for_changes(n) for n in rows.tolist()], np.int64)
+        meta[:, Col.LOG_BASE] = ring.sum() + ring.sum() // STAMPED + np.cumsum(log) - log
+        meta[:, Col.LOG_MASK] = log - 1
         meta[:, Col.HEAD] = meta[:, Col.TAIL] = 1 << 61  # far from both ends, and the beginning of every ring
         meta[:, Col.SWEEP] = meta[:, Col.OPEN] = -1
         meta[:, Col.PER_SLAB] = layout.per_slab
@@ -67,7 +71,7 @@ class BlockPools:
             meta=meta,
             blocks=blocks,
             slots=np.zeros(int(index.sum()), np.uint64),
-            ring=np.zeros(int(ring.sum()) // STAMPED * (STAMPED + 1), np.int32),
+            ring=np.zeros(int(ring.sum()) // STAMPED * (STAMPED + 1) + int(log.sum()), np.int32),
             empties=np.zeros(len(blocks), np.int32),
             slabs=slabs,
         )

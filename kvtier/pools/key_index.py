@@ -19,6 +19,7 @@ from kvtier.pools.pool_state import Col, Mark
 from kvtier.pools.slab_loops import stick, unstick
 
 _BASE, _IBASE, _IMASK, _KEYED = int(Col.BASE), int(Col.INDEX_BASE), int(Col.INDEX_MASK), int(Col.KEYED)
+_CHANGES, _LOG, _LOG_MASK = int(Col.CHANGES), int(Col.LOG_BASE), int(Col.LOG_MASK)
 _NONE, _PENDING = int(Mark.NONE), int(Mark.PENDING)
 
 _U = np.uint64
@@ -62,6 +63,14 @@ def prefetch_slot(p: Any, g: Any, high: Any) -> None:
 
 
 @inlined
+def log_change(p: Any, g: Any, b: Any) -> None:
+    """Notes that block b's key or mark has changed (changes.py)."""
+    count = p.meta[g, _CHANGES]
+    p.ring[_U(p.meta[g, _LOG] + (count & p.meta[g, _LOG_MASK]))] = b
+    p.meta[g, _CHANGES] = count + 1
+
+
+@inlined
 def publish(p: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
     """Names block b; returns 0. If another block of the group carries the key, returns that block and changes
     nothing."""
@@ -74,6 +83,7 @@ def publish(p: Any, g: Any, b: Any, low: Any, high: Any, mark: Any) -> Any:
     block.high = high
     block.mark = mark
     p.meta[g, _KEYED] += 1
+    log_change(p, g, b)
     if mark == _PENDING:
         stick(p, g, b)
     return np.int64(0)
@@ -89,11 +99,13 @@ def rename(p: Any, g: Any, old: Any, new: Any) -> None:
     target.high = source.high
     target.mark = source.mark
     source.mark = _NONE
+    log_change(p, g, old)
+    log_change(p, g, new)
 
 
 @inlined
 def forget(p: Any, base: Any, start: Any, mask: Any, b: Any) -> None:
-    """Takes the key of block b out of the index; the caller counts it."""
+    """Takes the key of block b out of the index; the caller counts it, and logs the change."""
     slots = p.slots
     block = p.blocks[_U(base + b)]
     tag = block.high >> _HALF
@@ -121,4 +133,5 @@ def forget_one(p: Any, g: Any, b: Any) -> None:
     if p.blocks[_U(meta[g, _BASE] + b)].mark == _PENDING:
         unstick(p, g, b)
     forget(p, meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK]), b)
+    log_change(p, g, b)
     meta[g, _KEYED] -= 1

@@ -25,6 +25,7 @@ _BASE, _N_EMPTY, _N_CACHED = int(Col.BASE), int(Col.EMPTY), int(Col.CACHED)
 _N_FENCED, _N_QUAR, _N_HELD = int(Col.FENCED), int(Col.QUARANTINED), int(Col.HELD)
 _IBASE, _IMASK, _N_KEYED = int(Col.INDEX_BASE), int(Col.INDEX_MASK), int(Col.KEYED)
 _N_EVICTED, _PEAK = int(Col.EVICTED), int(Col.PEAK_HELD)
+_CHANGES, _LOG, _LOG_MASK = int(Col.CHANGES), int(Col.LOG_BASE), int(Col.LOG_MASK)
 _RBASE, _RSIZE, _HEAD, _OPEN = int(Col.RING_BASE), int(Col.RING_SIZE), int(Col.HEAD), int(Col.OPEN)
 _S_EMPTY, _S_CACHED, _S_SUPERSEDED = int(SlabCol.EMPTY), int(SlabCol.CACHED), int(SlabCol.SUPERSEDED)
 _S_LISTED, _S_FRESH = int(SlabCol.LISTED), int(SlabCol.FRESH)
@@ -61,6 +62,7 @@ def evict(p: Any, g: Any, n: Any) -> None:
     # Counters are kept in local variables: as far as the compiler knows, writing a block may change ``meta``.
     base, start, mask = meta[g, _BASE], _U(meta[g, _IBASE]), _U(meta[g, _IMASK])
     first, last, head = _U(meta[g, _RBASE]), _U(meta[g, _RSIZE] - 1), meta[g, _HEAD]
+    log, log_mask, changes = meta[g, _LOG], meta[g, _LOG_MASK], meta[g, _CHANGES]
     s, top, here = np.int64(-1), np.int64(0), np.int64(0)
     for _ in range(n):
         ahead = abs(np.int64(ring[first + (_U(head + 2 * AHEAD) & last)]))  # a stale entry does no harm
@@ -76,6 +78,8 @@ def evict(p: Any, g: Any, n: Any) -> None:
         ring[first + (_U(head) & last)] = 0
         head += 1
         forget(p, base, start, mask, b)
+        ring[_U(log + (changes & log_mask))] = b
+        changes += 1
         block = blocks[_U(base + b)]
         if block.slab != s:
             if s >= 0:
@@ -90,6 +94,7 @@ def evict(p: Any, g: Any, n: Any) -> None:
     if s >= 0:
         _listed(meta, slabs, g, s, here, here)
     head_moved(meta, g, head)
+    meta[g, _CHANGES] = changes
     meta[g, _N_EMPTY] += n
     meta[g, _N_CACHED] -= n
     meta[g, _N_KEYED] -= n

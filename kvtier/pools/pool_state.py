@@ -112,6 +112,9 @@ class Col(IntEnum):
     UNUSED = 25  # of the tier, in row 0: the first slab that no pool has had yet
     STAMPS = 26  # where in ``ring`` the stamps of the group's entries begin
     SWEEPS = 27  # counter: sweeps of the ring that were begun
+    CHANGES = 28  # counter: times that a block of the group got, lost or changed its key or mark
+    LOG_BASE = 29  # where in ``ring`` the blocks of the newest of them begin ...
+    LOG_MASK = 30  # ... change i's at i & LOG_MASK
 
 
 class SlabCol(IntEnum):
@@ -136,7 +139,7 @@ class PoolArrays(NamedTuple):
     meta: npt.NDArray[np.int64]  # [groups, len(Col)]
     blocks: npt.NDArray[np.void]  # [N] BLOCK
     slots: Words  # the key index: open addressing, high half of the key's high word << 32 | block id; 0 empty
-    ring: Ids  # cached blocks by group, negative if superseded, 0 for a hole; then stamps, one for a few entries
+    ring: Ids  # cached blocks by group, negative if superseded, 0 for a hole; stamps, one for a few entries; the log
     empties: Ids  # [N] empty blocks by slab, the last goes out first; slab s's list begins at its first block's entry
     slabs: npt.NDArray[np.int64]  # [S, len(SlabCol)]
 

@@ -209,6 +209,10 @@ def plant_wild_entry_of_the_index(s: Serving) -> None:
     a.slots[k] = a.slots[k] & np.uint64(0xFFFFFFFF00000000) | np.uint64(9_999)
 
 
+def plant_log_among_the_stamps(s: Serving) -> None:
+    inside.pools(s.cache).arrays.meta[-1, Col.LOG_BASE] -= 1
+
+
 def plant_wild_entry_of_the_ring(s: Serving) -> None:
     a = inside.pools(s.cache).arrays
     a.ring[int(a.meta[0, Col.RING_BASE]) + int(a.meta[0, Col.HEAD]) % int(a.meta[0, Col.RING_SIZE])] = -5
@@ -308,6 +312,7 @@ PLANTED: dict[Callable[[Serving], None], list[str]] = {
     plant_slab_list_that_leads_nowhere: ["I1 the state cannot be followed"],
     plant_negative_list_of_empties: ["I1 its list and its new ids do not make its empty blocks"],
     plant_wild_index_mask: ["I22 and sizes do not divide up the"],
+    plant_log_among_the_stamps: ["I22 logs of changes are not behind the ring's stamps"],
     plant_wild_ring_size: ["I22 stamps of the ring are not behind its entries"],
     plant_pools_of_other_sizes: ["I22 its layout says"],
     plant_wild_entry_of_the_index: ["I21 the key index names block"],
