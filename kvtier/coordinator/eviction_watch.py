@@ -40,6 +40,22 @@ class _Shared:
     """[num_rows], which request of the row it names (``Roster.numbers``)."""
     named: set[str]
     """The requests that it names; one that got another row is named once."""
+    all_until: int = -1
+    """It names all requests of a roster in which so many have entered (``Roster.entered``); -1: of none."""
+
+    def name(self, rows: npt.NDArray[np.int32], roster: Roster) -> None:
+        """Names the requests of these rows, too."""
+        if self.all_until == roster.entered:
+            return
+        numbers = roster.numbers[rows]
+        are_new = self.told[rows] != numbers
+        if are_new.any():
+            fresh = dict.fromkeys(name for name in roster.ids(rows[are_new]) if name not in self.named)
+            self.by = (*self.by, *fresh)
+            self.named.update(fresh)
+            self.told[rows] = numbers
+            if np.array_equal(self.told, roster.numbers):
+                self.all_until = roster.entered
 
 
 class EvictionWatch:
@@ -88,20 +104,14 @@ class EvictionWatch:
 
     def _tell(self, tier: str, blocks: npt.NDArray[np.int64], rows: npt.NDArray[np.int32], roster: Roster) -> None:
         """Batches that push out content step after step share an event a second, unless something else happens."""
-        last, now, numbers = self._last.get(tier), time.perf_counter(), roster.numbers[rows]
+        last, now = self._last.get(tier), time.perf_counter()
         if last is None or self._journal.count - last.number > 2 or now - last.at_s >= TOGETHER_S:
-            by = tuple(roster.ids(rows))
-            last = _Shared(self._journal.count, now, by, blocks, np.zeros_like(roster.numbers), set(by))
-            last.told[rows] = numbers
+            last = _Shared(self._journal.count, now, (), blocks, np.zeros_like(roster.numbers), set())
+            last.name(rows, roster)
             self._last[tier] = last
-            self._journal.add("", self._fact(tier, blocks, by))
+            self._journal.add("", self._fact(tier, blocks, last.by))
             return
-        are_new = last.told[rows] != numbers
-        if are_new.any():
-            fresh = dict.fromkeys(name for name in roster.ids(rows[are_new]) if name not in last.named)
-            last.by = (*last.by, *fresh)
-            last.named.update(fresh)
-            last.told[rows] = numbers
+        last.name(rows, roster)
         last.total += blocks
         self._journal.replace(last.number, self._fact(tier, last.total, last.by))
 

@@ -35,6 +35,8 @@ class Roster:
         self._ids = np.full(num_rows, "", object)
         self.numbers = np.zeros(num_rows, np.int64)
         """[num_rows], of the request that has a row or had it last, in the order of arrival, from 1 on; 0: none had."""
+        self.entered = 0
+        """Times that a request got a row."""
         self._rows = np.empty(0, np.int32)
         self._loading: list[Tracked] = []
         self._names: list[str] | None = None
@@ -124,6 +126,7 @@ class Roster:
         self._by_row[seq.row] = seq
         self._ids[seq.row] = seq.request.request_id
         self.numbers[seq.row] = seq.arrival + 1
+        self.entered += 1
         if seq.state is State.LOADING:
             self._loading.append(seq)
 

@@ -384,8 +384,9 @@ def test_a_request_that_comes_back_in_another_row_is_named_once():
     journal, evicted, numbers = Journal(10), np.zeros(1, np.int64), np.array([1, 2, 3])
     pools = SimpleNamespace(column=lambda which: evicted)
     watch = EvictionWatch(journal, SimpleNamespace(spec=SimpleNamespace(names=["full"]), pools=pools), None)
-    roster = SimpleNamespace(numbers=numbers, ids=lambda rows: [f"r{numbers[row]}" for row in rows])
+    roster = SimpleNamespace(numbers=numbers, ids=lambda rows: [f"r{numbers[row]}" for row in rows], entered=3)
     for rows, held_by in (([0, 1], [1, 2, 3]), ([1, 2], [1, 2, 3]), ([0, 1], [4, 1, 3]), ([0, 1, 2], [4, 1, 3])):
+        roster.entered += held_by != numbers.tolist()
         numbers[:] = held_by
         evicted += len(rows)
         watch.note_rows(np.array(rows, np.int32), roster)

@@ -104,4 +104,32 @@ MUTATIONS = (
             "is_ready != ready[i]",
         ),
     ),
+    mutation(
+        "a_log_of_changes_that_has_run_over_is_believed",
+        "I25",
+        "after a burst, routers miss what was pushed out first",
+        "core/events",
+        ("changed_keys", "since < 0 or count > mask + 1", "since < 0"),
+    ),
+    mutation(
+        "evictions_are_not_in_the_log_of_changes",
+        "I25",
+        "routers send requests to content that is gone",
+        "core/events",
+        ("pool_loops.evict", "changes += 1", "pass"),
+    ),
+    mutation(
+        "content_that_has_arrived_is_not_in_the_log_of_changes",
+        "I25",
+        "routers never hear of what a load has brought",
+        "core/events",
+        ("ready_batch", "log_change(p, groups[k], ids[k])", "pass"),
+    ),
+    mutation(
+        "moved_blocks_are_not_in_the_log_of_changes",
+        "I25",
+        "a block's old place keeps its key in the router's books",
+        "core/events",
+        ("rename", "log_change(p, g, old)", "pass"),
+    ),
 )
