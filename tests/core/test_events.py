@@ -11,6 +11,7 @@ from breadth import sample
 from model.metrics import Listener
 
 from core.driving import LOAD, STORE, prompt
+from core.slabs import A, counts, free, keys_of, of, pools_of, take
 from kvtier import (
     CacheClosed,
     ChunkedLocal,
@@ -23,7 +24,10 @@ from kvtier import (
     Request,
     SlidingWindow,
 )
-from kvtier.pools.block_pool import Col, Mark
+from kvtier.cache.events import _Seen
+from kvtier.geometry.layout import Layout
+from kvtier.pools import exchange
+from kvtier.pools.block_pool import BlockPools, Col, Mark
 from kvtier.testing import Faults, SimulatedEngine
 
 FULL = {"full": (FullAttention(), 4)}
@@ -130,6 +134,39 @@ def test_what_comes_and_goes_or_moves_between_two_polls_is_no_event(make_serving
     serving.cache.reset()
     (event,) = listener.events.poll()
     assert (event.kind, event.tier, event.group, len(event.keys)) == (EventKind.REMOVED, "device", "full", 4)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_changes_than_the_log_holds_are_told_as_well(more):
+    """The log's last entries would be right; what was written before them is no longer there."""
+    pools = BlockPools(Layout.fixed([1], [400]))
+    room, seen = int(pools.arrays.meta[0, Col.LOG_MASK]) + 1, _Seen("device", ("full",), pools)
+    first, *rest = take(pools, A, room + more)
+    pools.publish(*of(A, [first]), keys_of(A, [first]), Mark.READY)
+    assert [event.kind for event in seen.poll()] == [EventKind.STORED]
+    pools.unpublish(*of(A, [first]))
+    pools.publish(*of(A, rest), keys_of(A, rest), Mark.READY)
+    assert int(pools.arrays.meta[0, Col.CHANGES]) - seen._since[0] == room + more
+    gone, come = seen.poll()
+    assert (gone.kind, gone.keys.tolist()) == (EventKind.REMOVED, keys_of(A, [first]).tolist())
+    assert (come.kind, sorted(come.keys.tolist())) == (EventKind.STORED, sorted(keys_of(A, rest).tolist()))
+
+
+def test_content_that_moved_is_still_there_when_its_old_block_is_used_anew():
+    pools = pools_of(2)
+    seen = _Seen("device", ("a", "b"), pools)
+    (moved, *rest) = take(pools, A, 3)
+    free(pools, A, rest)
+    assert pools.provide(counts(5, 0))
+    held = take(pools, A, 2)
+    pools.publish(*of(A, [moved]), keys_of(A, [moved]), Mark.READY)
+    assert [event.kind for event in seen.poll()] == [EventKind.STORED]
+    target = np.empty(1, np.int32)
+    exchange.move_blocks(*pools.arrays, 0, np.array([moved], np.int32), target, False)
+    assert list(seen.poll()) == [] and int(target[0]) not in (moved, *held)
+    pools.publish(*of(A, [moved]), keys_of(A, [99]), Mark.READY)
+    (event,) = seen.poll()
+    assert event.kind is EventKind.STORED and event.keys.tolist() == keys_of(A, [99]).tolist()
 
 
 def test_a_closed_cache_has_no_events(make_cache):
