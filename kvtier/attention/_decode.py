@@ -161,7 +161,8 @@ def _rows(x: Tensor) -> Tensor:
     """``x`` [T, H, D] float32, its innermost elements one after the other."""
     if x.dtype is torch.float32 and x.stride(2) == 1 and not x.is_neg():
         return x
-    return x.float().resolve_neg().contiguous()
+    x = x.float().resolve_neg()
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def _shape(x: Tensor) -> str:

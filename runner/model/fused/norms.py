@@ -48,7 +48,7 @@ def plain(module: Any) -> Callable[..., Tensor]:
     factor, epsilon = module.weight.detach(), _epsilon(module)
     if _has_loop(module):
         return _loop(module, factor)
-    return lambda hidden_states: F.rms_norm(hidden_states, factor.shape, factor, epsilon)
+    return visible(lambda hidden_states: F.rms_norm(hidden_states, factor.shape, factor, epsilon))
 
 
 def plus_one(module: Any) -> Callable[..., Tensor]:
@@ -56,7 +56,9 @@ def plus_one(module: Any) -> Callable[..., Tensor]:
     factor, epsilon = 1.0 + module.weight.detach().float(), _epsilon(module)
     if _has_loop(module):
         return _loop(module, factor)
-    return lambda hidden_states: F.rms_norm(hidden_states.float(), factor.shape, factor, epsilon).to(hidden_states)
+    return visible(
+        lambda hidden_states: F.rms_norm(hidden_states.float(), factor.shape, factor, epsilon).to(hidden_states)
+    )
 
 
 def _has_loop(module: Any) -> bool:
