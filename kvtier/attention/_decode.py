@@ -55,9 +55,9 @@ class Pools:
 
 @lru_cache(maxsize=64)
 def _sizes(k: torch.Size, v: torch.Size, k_strides: tuple[int, ...], v_strides: tuple[int, ...]) -> Ints:
-    """``Size`` of pools of these shapes and strides."""
+    """``Size`` of pools of these shapes and strides. Loops read it."""
     if v[:3] != k[:3]:
-        raise StepError(f"K {_sized(k)} and V {_sized(v)} are no pools of the same blocks")
+        raise StepError(f"K {_shape(k)} and V {_shape(v)} are no pools of the same blocks")
     return np.array((*k, v[3], *k_strides[:3], *v_strides[:3]))
 
 
@@ -165,9 +165,5 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _shape(x: Tensor) -> str:
-    return _sized(x.shape)
-
-
-def _sized(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+def _shape(x: Tensor | torch.Size) -> str:
+    return " x ".join(map(str, x if isinstance(x, torch.Size) else x.shape))

@@ -64,10 +64,9 @@ class _Seen:
             since, now = self._since[g], int(meta[g, Col.CHANGES])
             if since == now:
                 continue
-            most = int(meta[g, Col.ROWS])
-            if since >= 0 and now - since <= meta[g, Col.LOG_MASK] + 1:
-                most = min(most, now - since)
-            gone, come = np.empty((2, most, 2), np.uint64)
+            if since < 0 or now - since > meta[g, Col.LOG_MASK] + 1:
+                since = -1
+            gone, come = np.empty((2, int(meta[g, Col.ROWS]) if since < 0 else now - since, 2), np.uint64)
             numbers = changed_keys(meta, blocks, ring, g, since, self._ready, self._keys, gone, come)
             self._since[g] = now
             gone, come = gone[: numbers[0]].copy(), come[: numbers[1]].copy()
@@ -102,8 +101,8 @@ class KVEvents:
     def poll(self) -> list[KVEvent]:
         """What has changed: two events a group and tier at most, removed keys and added keys.
 
-        Call it from the scheduling thread, between two of its calls. It costs some ten nanoseconds for every block that
-        has changed, at most some for every block of both tiers.
+        Call it from the scheduling thread, between two of its calls. A change costs some 30 to 80 ns; after very many,
+        all blocks are looked at, 3 ns each.
         """
         self._cache.check_open()
         return [event for seen in self._seen for event in seen.poll()]

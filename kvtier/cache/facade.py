@@ -202,7 +202,7 @@ class KVCache:
             raise ConfigError(f"group {group!r} {instead}")
         if at is None or not 0 <= at < self.spec.groups[g].num_layers:
             raise ConfigError(f"group {group!r} has layers 0..{self.spec.groups[g].num_layers - 1}, not {shown(layer)}")
-        return self._arena.views(g)[at]
+        return self._arena.views(g)[at]  # of a cache without bytes, on "meta", they are made when they are asked for
 
     def _views_of_layers(self) -> dict[tuple[str, str, int | None], tuple[torch.Tensor, ...]]:
         """By role, group and layer."""

@@ -250,7 +250,7 @@ def _exercise(store: str, prompts: list[int], memory: dict[str, Any], crowd: lis
             scheduler.commit(scheduler.schedule(), np.empty(0, np.int64))
         pools = cache.core.coordinator.pools
         meta, blocks, _, ring, *_ = pools.arrays
-        n = len(blocks)
-        changed_keys(meta, blocks, ring, 0, -1, np.zeros(n, bool), *np.zeros((3, n, 2), np.uint64))
+        n, few = len(blocks), np.empty((2, 1, 2), np.uint64)
+        changed_keys(meta, blocks, ring, 0, -1, np.zeros(n, bool), np.zeros((n, 2), np.uint64), *few)
         pools.is_enough(np.zeros(len(spec.names), np.int64))  # asked if stores are in the way
         cache.reset()

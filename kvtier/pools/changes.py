@@ -1,8 +1,8 @@
 """The compiled loop that finds what has changed in a pool: keys that can be found now and not before, and keys that no
 longer can.
 
-Each loop that names a block, or takes its name, writes the block's id to its group's log. The log says where to look,
-and no more: what is there is compared with what was there. If more has changed than the log holds, all blocks are
+Each loop that changes a block's key or mark writes the block's id to its group's log. The log says where to look, and
+no more: what is there is compared with what was there. If more has changed than the log holds, all blocks are
 compared.
 """
 
@@ -15,20 +15,21 @@ import numpy as np
 from kvtier.machine.loops.jit import jit, prefetch
 from kvtier.pools.pool_state import Col, Mark
 
-_BASE, _ROWS, _CHANGES = int(Col.BASE), int(Col.ROWS), int(Col.CHANGES)
-_LOG, _LOG_MASK = int(Col.LOG_BASE), int(Col.LOG_MASK)
+_BASE, _LOG, _LOG_MASK = int(Col.BASE), int(Col.LOG_BASE), int(Col.LOG_MASK)
 _READY = int(Mark.READY)
 _U = np.uint64
 _LEAST = 64
 _AHEAD = 8
+"""Entries of the log by which cache lines of blocks are fetched ahead."""
 
 
 def room_for_changes(blocks: int) -> int:
     """Changes that a log of so many blocks holds, a power of two: an eighth to a sixteenth of them.
 
-    A block that is compared because of the log takes some eight times as long as one of a pass over all of them.
+    A block that is compared because of the log takes some eight times as long as one of a pass over all of them. Small
+    pools have room for ``_LEAST``.
     """
-    return max(_LEAST, 1 << (blocks // 8).bit_length() - 1) if blocks >= 8 else _LEAST
+    return 1 << max(_LEAST, blocks // 8).bit_length() - 1
 
 
 @jit
@@ -38,17 +39,14 @@ def changed_keys(
     """Writes keys of group g to ``gone`` and ``come``, uint64 [n, 2] each, and returns how many there are of each.
 
     ready[i], keys[i]: whether entry i of the tier could be found at the last poll, and its key then; they become those
-    of now. A key that has moved to another entry is in both. ``since``: the group's ``CHANGES`` then; -1: all blocks
-    are compared, as if more had changed than the log holds. n: as many as are compared.
+    of now. A key that has moved to another entry is in both. Compared are all n blocks of the group if ``since`` is -1,
+    else those of the n changes since the group's ``CHANGES`` was ``since``, which its log must still hold.
     """
-    count, log, mask = meta[g, _CHANGES] - since, meta[g, _LOG], meta[g, _LOG_MASK]
-    is_all = since < 0 or count > mask + 1
-    if is_all:
-        count = meta[g, _ROWS]
+    log, mask = meta[g, _LOG], meta[g, _LOG_MASK]
     num_gone, num_come = 0, 0
-    for k in range(count):
+    for k in range(len(gone)):
         i = _U(meta[g, _BASE] + k)
-        if not is_all:
+        if since >= 0:
             i = _U(meta[g, _BASE] + ring[_U(log + ((since + k) & mask))])
             prefetch(blocks, _U(meta[g, _BASE] + ring[_U(log + ((since + k + _AHEAD) & mask))]))
         block = blocks[i]

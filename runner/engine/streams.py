@@ -129,7 +129,7 @@ class ThreadMail(Post):
     """Mail for a thread that waits for many streams: ``get`` gives one after another. Safe for signal handlers."""
 
     def __init__(self, at_once: bool = True) -> None:
-        """``at_once``: tokens end a wait as an end of a stream does; else they wait to be found, and cost no wake."""
+        """``at_once``: whether new tokens end a wait, as ends of streams do. If not, ``get`` finds them when asked."""
         super().__init__()
         self._at_once = at_once
         self._letters: deque[Letter] = deque()

@@ -140,7 +140,7 @@ class HybridModel:
             self._make_backend(batch_invariant)
         recurs = self.mixers.layers or self.compressed.layers
         self.recorded = RecordedSteps(model) if self.device.type == "cpu" and not recurs else None
-        """Its decode steps on a CPU. What recurs must not run twice on one step, as they may."""
+        """Its decode steps on a CPU, which may run twice: a recurrent state would advance twice, so there are none."""
         self.pooled = self._take_kernels()
         """Why its recurrent layers run by the family's code; "" if they run by FlashInfer's kernels (pooled/)."""
 

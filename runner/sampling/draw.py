@@ -102,7 +102,7 @@ class SamplingBatch:
         self._vocabulary, self._device = vocabulary, device
         records = given.records[rows]
         self._entered, self._seeds = given.entered, records["seed"]
-        self._bytes = rows.tobytes()
+        self._rows_bytes = rows.tobytes()
         slab = rows_at_once(vocabulary, device)
         self._groups = [
             (way, _Drawn(places[i : i + slab], records, device))
@@ -117,7 +117,7 @@ class SamplingBatch:
 
     def serves(self, logits: Tensor, rows: Rows) -> bool:
         """Whether the arrays are of the requests in these rows, in this order."""
-        are_same = self._given.entered == self._entered and rows.tobytes() == self._bytes
+        are_same = self._given.entered == self._entered and rows.tobytes() == self._rows_bytes
         return are_same and (self._vocabulary, self._device) == (logits.shape[1], logits.device)
 
     def choose(self, given: Tensor, drawn: npt.NDArray[np.uint64]) -> Chosen:
@@ -127,13 +127,13 @@ class SamplingBatch:
             ids, best = _likeliest(logits)
             marked = torch.from_numpy(np.where(np.isfinite(best), ids, -1))
         else:
-            marked = self._drawn(logits, drawn)
+            marked = self._marked(logits, drawn)
         told = None
         if self._asked is not None:
             told = logprobs(given, marked.clamp(min=0), self._most_logprobs, self._asked)
         return Chosen(marked, told, given, self._state)
 
-    def _drawn(self, logits: Tensor, drawn: npt.NDArray[np.uint64]) -> Tensor:
+    def _marked(self, logits: Tensor, drawn: npt.NDArray[np.uint64]) -> Tensor:
         """``Chosen.marked`` of requests some of which are drawn."""
         ids, best, sound = _best(logits)  # a NaN counts as the largest, then +inf; -inf is here only if all are
         for way, group in self._groups:
@@ -174,7 +174,7 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _likeliest(logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """``_best`` of logits on a CPU, [n] each, by numpy: it takes a seventh of torch's time."""
+    """The ids and largest logits of ``_best``, [n] each, of logits on a CPU. numpy takes a seventh of torch's time."""
     given, found = logits.detach().numpy(), np.empty(len(logits), np.int64)
 
     def compute(begin: int, end: int) -> bool:

@@ -130,6 +130,24 @@ MUTATIONS = (
         "",
         "who looks into a module sees nothing from the eighth step on",
         "served/recorded",
-        ("RecordedSteps.forward", "self.reason or any(self._hooks)", "self.reason"),
+        (
+            "RecordedSteps.forward",
+            'self._problem or not self.is_on or self._parts.have_hooks or torch.is_autocast_enabled("cpu")',
+            "self._problem",
+        ),
+    ),
+    mutation(
+        "weights_that_were_replaced_go_on_being_used",
+        "I24",
+        "prompts are computed with new weights, and answers with old ones",
+        "served/recorded",
+        ("RecordedSteps.forward", "not self._parts.are_same", "False"),
+    ),
+    mutation(
+        "sizes_that_depend_on_values_are_recorded",
+        "I24",
+        "experts that had no token in the recorded step never get one",
+        "served/recorded",
+        ("_Operations.__torch_dispatch__", "not _BY_VALUES.isdisjoint(func.tags) and not _is_gather(func, args)", "False"),
     ),
 )

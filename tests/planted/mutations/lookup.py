@@ -109,7 +109,7 @@ MUTATIONS = (
         "I25",
         "after a burst, routers miss what was pushed out first",
         "core/events",
-        ("changed_keys", "since < 0 or count > mask + 1", "since < 0"),
+        ("events._Seen.poll", "since < 0 or now - since > meta[g, Col.LOG_MASK] + 1", "since < 0"),
     ),
     mutation(
         "evictions_are_not_in_the_log_of_changes",
