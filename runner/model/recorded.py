@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _log = logging.getLogger(__name__)
 
 AFTER = 8
-"""The step of a size that is recorded. A recording costs as much as 5 to 12 steps save (Gemma-3-270M and the bundled
-model), so a size that ends right then has cost about twice what was to be had."""
+"""The step of a size that is recorded. A recording costs as much as 7 to 12 steps save (Gemma-3-270M and the bundled
+model), so a size that ends right then has cost some twice what was to be had."""
 _SHAPES = "size", "dim", "stride", "numel", "nelement", "element_size", "storage_offset", "__len__"
 _KINDS = "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_neg", "is_inference"
 """Questions about a tensor whose answers do not depend on values, as no answer of a property does: results whose size

@@ -148,6 +148,10 @@ MUTATIONS = (
         "I24",
         "experts that had no token in the recorded step never get one",
         "served/recorded",
-        ("_Operations.__torch_dispatch__", "not _BY_VALUES.isdisjoint(func.tags) and not _is_gather(func, args)", "False"),
+        (
+            "_Operations.__torch_dispatch__",
+            "not _BY_VALUES.isdisjoint(func.tags) and not _is_gather(func, args)",
+            "False",
+        ),
     ),
 )
