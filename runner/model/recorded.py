@@ -18,6 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import chain
 from operator import is_
 from typing import Any, TypeVar
 
@@ -188,7 +189,7 @@ class Recorder(TorchFunctionMode):
 
 
 class _Parts:
-    """What a model consists of, by identity: modules, weights, buffers, and forwards of single modules."""
+    """What a model consists of, by identity: modules, weights, buffers, and forwards of single modules; its mode."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -208,8 +209,8 @@ class _Parts:
         return len(now) == len(self._then) and all(map(is_, now, self._then))
 
     def _now(self) -> list[Any]:
-        parts = [part for table in self._tables for part in table.values()]
-        return parts + [own.get("forward") for own in self._vars] + [own["training"] for own in self._vars]
+        parts = chain.from_iterable(table.values() for table in self._tables)
+        return [*parts, *(own.get("forward") for own in self._vars), self._vars[0]["training"]]
 
 
 class RecordedSteps:
