@@ -177,7 +177,8 @@ class Ground:
             device = {name: group[3] for name, group in c.groups.items()}
             return {"device_blocks": device, "host_blocks": {n: g[4] for n, g in c.groups.items()} if c.host else None}
         sizes = [group.block_bytes for group in spec.groups]
-        device, host = (max(sizes) + max(n, len(sizes)) * math.lcm(*sizes) for n in c.slabs)
+        least = 3 * sum(sizes)  # of separate pools, if the arena is too small to share
+        device, host = (max(least, max(sizes) + max(n, len(sizes)) * math.lcm(*sizes)) for n in c.slabs)
         return {"device_bytes": device, "host_bytes": host if c.host else 0}
 
     def _behind_the_host(self) -> dict[str, Any]:
