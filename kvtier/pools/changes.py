@@ -39,8 +39,9 @@ def changed_keys(
     """Writes keys of group g to ``gone`` and ``come``, uint64 [n, 2] each, and returns how many there are of each.
 
     ready[i], keys[i]: whether entry i of the tier could be found at the last poll, and its key then; they become those
-    of now. A key that has moved to another entry is in both. Compared are all n blocks of the group if ``since`` is -1,
-    else those of the n changes since the group's ``CHANGES`` was ``since``, which its log must still hold.
+    of now. A key that has moved to another entry is in both. If ``since`` is -1, all n blocks of the group are
+    compared. Else it is the group's ``CHANGES`` at the last poll: the blocks of the n changes since then are compared.
+    The log must still hold them.
     """
     log, mask = meta[g, _LOG], meta[g, _LOG_MASK]
     num_gone, num_come = 0, 0

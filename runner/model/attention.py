@@ -42,6 +42,21 @@ class Temperature:
         return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.attn_scale + 1.0
 
 
+def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:
+    """Per layer, the query scale that the family computes from its own token count, taken over by our attention.
+
+    Llama 4 scales queries of its layers without positions by arange + cached length: wrong for packed requests.
+    """
+    found: dict[int, Temperature] = {}
+    module: Any
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "layer_idx"):
+            if not module.use_rope:
+                found[int(module.layer_idx)] = Temperature(float(module.floor_scale), float(module.attn_scale))
+            module.attn_temperature_tuning = False
+    return found
+
+
 @dataclass
 class StepContext:
     """The attention function's inputs for one step; made by the model for each forward.

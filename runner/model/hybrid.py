@@ -33,7 +33,7 @@ from kvtier.integrations.transformers import latent_groups, query_heads, text_co
 from kvtier.machine.device import check_device_memory, forget_last_error
 from kvtier.machine.errors import AttentionUnavailable, MemoryUnavailable, NotExact
 from runner.model import checkpoint, mxfp4
-from runner.model.attention import NAME, StepContext, Temperature, owners, scales_of
+from runner.model.attention import NAME, StepContext, owners, scales_of, take_temperatures
 from runner.model.compressed import Compressed, PlacesOfStep
 from runner.model.device import ask_for_large_pages, model_device
 from runner.model.fused.table import fuse
@@ -426,21 +426,6 @@ def _workspace_bytes(config: Any, spec: CacheSpec, device: torch.device, rows: i
             continue
         most = max(most, workspace_bytes_for(heads, group.num_kv_heads, group.head_dims[1], rows, units))
     return most
-
-
-def take_temperatures(model: torch.nn.Module) -> dict[int, Temperature]:
-    """Per layer, the query scale that the family computes from its own token count, taken over by our attention.
-
-    Llama 4 scales queries of its layers without positions by arange + cached length: wrong for packed requests.
-    """
-    found: dict[int, Temperature] = {}
-    module: Any
-    for module in model.modules():
-        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "layer_idx"):
-            if not module.use_rope:
-                found[int(module.layer_idx)] = Temperature(float(module.floor_scale), float(module.attn_scale))
-            module.attn_temperature_tuning = False
-    return found
 
 
 def _weights_on(device: str, folder: Path, config: Any, dtype: Any) -> Any:

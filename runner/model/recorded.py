@@ -5,8 +5,8 @@ Promises   a recording is the model's own calls. A model stays as it is if what 
            if it reads tensors that it keeps from step to step. The first replay of each size runs beside the model, and
            all bits of the logits must be equal. Modules run while one has a hook, and are recorded anew if a module, a
            weight or a forward is replaced.
-Does not   know attention, or products: they are calls like torch's (``visible``). See what else Python may change: a
-           counter of steps in a module would stay as it was.
+Does not   know attention, or products: they are calls like torch's (``visible``). It does not notice other state of
+           Python: a counter of steps in a module would stay as it was.
 
 In eager steps of small models, half of the time goes to modules, checks and shapes, which come out the same for each
 step of as many rows. Sizes are baked into a recording, so there is one for each number of rows.
